@@ -1,0 +1,1 @@
+"""What the kernels of every architecture share: argument order, partition of work, small device helpers."""

@@ -1,0 +1,65 @@
+"""The argument list of every compiled kernel, written once: names for the host, fake tensors for the compiler.
+
+Importing this module imports no cutlass; `fake_arguments` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ARGUMENTS = (
+    "query",  # [batch, SQ, H, 576]; packed: [1, total_q, H, 576]; last stride 1
+    "kv_cache",  # [pages, page_size, 576], last stride 1
+    "block_tables",  # int32 [>= batch, width], last stride 1
+    "seq_lens",  # int32 [>= batch]
+    "qo_indptr",  # int32 [>= batch + 1]; fixed: any int32 vector, it is not read
+    "out",  # [batch, SQ, H, 512] or [1, total_q, H, 512], compact
+    "lse",  # fp32 [batch, SQ, H] or [1, total_q, H], compact; any rank-3 fp32 tensor where lse_scale is 0
+    "part_out",  # fp32 [2 * num_ctas * slot_rows * 512]
+    "part_stat",  # fp32 [2 * num_ctas * slot_rows * 2]
+    "split_info",  # int32 [4 * num_ctas]
+    "batch",  # requests of this run
+    "seq_len_q",  # query tokens a request; 0: packed
+    "causal",  # 0 or 1
+    "max_kv_len",  # lengths beyond it are cut
+    "slot_rows",  # rows of a slot of part_out, min(config.rows, query rows of a request)
+    "num_ctas",  # grid of the decode kernel
+    "scale_log2",  # bmm1_scale * log2(e)
+    "out_scale",  # bmm2_scale
+    "lse_scale",  # 1: base 2, ln(2): base e, 0: no LSE is written
+)
+
+
+def fake_arguments(config: Any) -> tuple[Any, ...]:
+    """Arguments for cute.compile, with the stream that the compiled function takes from its caller's environment."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+    extent = cute.sym_int
+
+    def strided(dtype: Any, *shape: Any, align: int, divisibility: int = 1) -> Any:
+        # 64-bit strides: a cache passes 2**31 elements
+        strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[1:])
+        return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=align)
+
+    def vector(dtype: Any, align: int) -> Any:
+        return make_fake_compact_tensor(dtype, (extent(),), assumed_align=align)
+
+    dtype, out_dtype = types[config.in_dtype], types[config.out_dtype]
+    return (
+        strided(dtype, extent(), extent(), extent(), config.head_dim, align=16, divisibility=8),
+        strided(dtype, extent(), extent(), config.head_dim, align=16, divisibility=8),
+        strided(cutlass.Int32, extent(), extent(), align=4),
+        vector(cutlass.Int32, 4),
+        vector(cutlass.Int32, 4),
+        strided(out_dtype, extent(), extent(), extent(), config.latent, align=16, divisibility=8),
+        strided(cutlass.Float32, extent(), extent(), extent(), align=4),
+        vector(cutlass.Float32, 32),
+        vector(cutlass.Float32, 32),
+        vector(cutlass.Int32, 32),
+        *(cutlass.Int32(1) for _ in range(6)),
+        *(cutlass.Float32(1.0) for _ in range(3)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

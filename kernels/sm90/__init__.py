@@ -1,0 +1,1 @@
+"""Hopper (compute capability 9.0) kernels."""

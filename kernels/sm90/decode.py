@@ -1,0 +1,240 @@
+"""Paged MLA decode for Hopper: 64 query rows a CTA, split-KV over a persistent grid.
+
+    S = scale Q K^T (Q: 64 x 576, K: tokens x 576),  P = softmax S,  O = P V,  V = the first 512 columns of K
+
+Grid: one CTA an SM; each takes an even piece of the batch's work (common/work.py), so it walks over a few segments, each one block
+of 64 rows times some pairs of 64-token tiles. 384 threads:
+    warp 0         KV producer: TMA gathers by page id into 4 half tiles of 32 KB and 2 rope tiles of 8 KB   (load.py)
+    warps 1-3      query rows of the next block; rows without tokens                                         (load.py)
+    warps 4-7      scores and softmax of tile a, O columns 0-255                                             (attend.py)
+    warps 8-11     scores and softmax of tile b, O columns 256-511
+`combine` follows in the same launch call. Registers and shared memory: config.py; the overlap: the timeline in attend.py.
+"""
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from ..combine import PER_SM, THREADS, combine
+from ..common import work_device as work
+from ..common.bundle import bundle
+from .attend import attend
+from .config import DecodeConfig
+from .layouts import CHUNK, DTYPES, cache_view, slot_layout, swizzled, tiled_mma
+from .load import fill_empty, load_kv, load_query
+
+EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
+
+
+class Decode:
+    def __init__(self, config: DecodeConfig):
+        self.c = bundle(
+            **{k: getattr(config, k) for k in dir(config) if not k.startswith("_")}, dtype=DTYPES[config.in_dtype]
+        )
+
+    @cute.jit
+    def __call__(
+        self,
+        query: cute.Tensor,
+        kv_cache: cute.Tensor,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        qo_indptr: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        part_out: cute.Tensor,
+        part_stat: cute.Tensor,
+        split_info: cute.Tensor,
+        batch: Int32,
+        seq_len_q: Int32,
+        causal: Int32,
+        max_kv_len: Int32,
+        slot_rows: Int32,
+        num_ctas: Int32,
+        scale_log2: Float32,
+        out_scale: Float32,
+        lse_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        c = self.c
+        load, cache = cpasync.CopyBulkTensorTileG2SOp(), cache_view(kv_cache, c.page_rows)
+        halves = (8, CHUNK, c.half // CHUNK, c.page_rows // 8)
+        ropes = (8, CHUNK, 1, c.page_rows // 8)
+        tma_half, m_half = cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, halves), halves)
+        tma_rope, m_rope = cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, ropes), ropes)
+        flat_lse = cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse)))
+        self.kernel(
+            tma_half,
+            m_half,
+            tma_rope,
+            m_rope,
+            query,
+            block_tables,
+            seq_lens,
+            qo_indptr,
+            out,
+            flat_lse,
+            part_out,
+            part_stat,
+            split_info,
+            batch,
+            seq_len_q,
+            causal,
+            max_kv_len,
+            kv_cache.shape[1],
+            slot_rows,
+            num_ctas,
+            scale_log2,
+            out_scale,
+            lse_scale,
+            swizzled(c.dtype, (c.rows, c.head_dim)),
+            slot_layout(c, c.dtype, c.half, c.half_slots),
+            slot_layout(c, c.dtype, CHUNK, c.rope_slots),
+            tiled_mma(c.dtype, c.tile),
+            tiled_mma(c.dtype, c.half, "MN"),
+            tiled_mma(c.dtype, c.half, "MN", "RMEM"),
+        ).launch(
+            grid=[num_ctas, 1, 1],
+            block=[c.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # without it ptxas may ignore setmaxnreg
+        )
+        combine(c, out, flat_lse, part_out, part_stat, split_info, slot_rows, num_ctas, out_scale, lse_scale).launch(
+            grid=[num_ctas * PER_SM, 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=PER_SM,
+            preferred_smem_carveout=25,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        tma_half: cute.CopyAtom,
+        m_half: cute.Tensor,
+        tma_rope: cute.CopyAtom,
+        m_rope: cute.Tensor,
+        query: cute.Tensor,
+        block_tables: cute.Tensor,
+        seq_lens: cute.Tensor,
+        qo_indptr: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        part_out: cute.Tensor,
+        part_stat: cute.Tensor,
+        split_info: cute.Tensor,
+        batch: Int32,
+        seq_len_q: Int32,
+        causal: Int32,
+        max_kv_len: Int32,
+        page_size: Int32,
+        slot_rows: Int32,
+        num_ctas: Int32,
+        scale_log2: Float32,
+        out_scale: Float32,
+        lse_scale: Float32,
+        query_layout: cute.ComposedLayout,
+        half_layout: cute.ComposedLayout,
+        rope_layout: cute.ComposedLayout,
+        mma_qk: cute.TiledMma,
+        mma_pv: cute.TiledMma,
+        mma_pv_own: cute.TiledMma,
+    ):
+        c = self.c
+        tid, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        allocator = SmemAllocator()
+        bars = bundle(
+            **{name: allocator.allocate_array(Int64, count) for name, count in barrier_counts(c).items()}
+        )
+        s_scan = allocator.allocate_tensor(Int32, cute.make_layout((c.threads // 32 + 2,)), byte_alignment=16)
+        smem = bundle(
+            ref=allocator.allocate_tensor(Float32, cute.make_layout((c.rows,)), byte_alignment=16),
+            sum=allocator.allocate_tensor(Float32, cute.make_layout((c.rows, 2)), byte_alignment=16),
+            **{
+                name: allocator.allocate_tensor(c.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+                for name, layout in (("query", query_layout), ("half", half_layout), ("rope", rope_layout))
+            },
+        )
+        if warp_idx == 0:
+            init_barriers(c, bars)
+            cpasync.prefetch_descriptor(tma_half)
+            cpasync.prefetch_descriptor(tma_rope)
+        if tid == 128:
+            split_info[4 * cta + 2] = Int32(0)  # no block is cut yet; the same thread says otherwise later
+        cute.arch.mbarrier_init_fence()
+        cute.arch.griddepcontrol_launch_dependents()
+        width = page_size // c.page_rows - 1
+        args = bundle(
+            query=query,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            qo_indptr=qo_indptr,
+            out=out,
+            lse=lse,
+            part_out=part_out,
+            part_stat=part_stat,
+            split_info=split_info,
+            batch=batch,
+            seq_len_q=seq_len_q,
+            causal=causal,
+            heads=query.shape[2],
+            max_kv_len=cutlass.min(max_kv_len, block_tables.shape[1] * page_size),
+            page_mask=width,  # copies of a page - 1; pages hold a power of two of them
+            page_shift=cute.arch.popc(width),
+            slot_rows=slot_rows,
+            num_ctas=num_ctas,
+            cta=cta,
+            scale_log2=scale_log2,
+            out_scale=out_scale,
+            lse_scale=lse_scale,
+        )
+        span = work.find_span(c, args, s_scan, tid, cta)
+        mmas = bundle(qk=mma_qk, pv=mma_pv, pv_own=mma_pv_own)
+        if warp_idx < 4:
+            cute.arch.setmaxregister_decrease(c.producer_regs)
+            if span.start < span.end:
+                if warp_idx == 0:
+                    tma = bundle(half=tma_half, m_half=m_half, rope=tma_rope, m_rope=m_rope)
+                    few = span.total < c.evict_first_steps
+                    policy = Int64(EVICT_FIRST) if few else Int64(EVICT_NORMAL)
+                    load_kv(c, tma, smem, bars, args, span, policy)
+                else:
+                    load_query(c, smem, bars, args, span, tid - 32)
+            if warp_idx > 0:
+                fill_empty(c, args, cta, tid - 32)
+        elif warp_idx < 8:
+            cute.arch.setmaxregister_increase(c.consumer_regs)
+            if span.start < span.end:
+                attend(c, 0, mmas, smem, bars, args, span, tid - 128)
+        else:
+            cute.arch.setmaxregister_increase(c.consumer_regs)
+            if span.start < span.end:
+                attend(c, 1, mmas, smem, bars, args, span, tid - 256)
+
+
+def barrier_counts(c):
+    """Barriers of each kind."""
+    return {
+        "query_full": 1,
+        "query_empty": 1,
+        "half_full": c.half_slots,
+        "half_empty": c.half_slots,
+        "rope_full": c.rope_slots,
+        "rope_empty": c.rope_slots,
+        "p_full": 2,
+    }
+
+
+def init_barriers(c, bars):
+    """Arrivals a phase: one expect_tx for TMA, else one a warp. A half, a rope tile and P have one reading or writing warpgroup."""
+    arrivals = {"query_full": c.query_warps, "query_empty": 8, "half_full": 1, "rope_full": 1}
+    with cute.arch.elect_one():
+        for name, count in barrier_counts(c).items():
+            for i in range(count):
+                cute.arch.mbarrier_init(getattr(bars, name) + i, arrivals.get(name, 4))

@@ -1,0 +1,90 @@
+"""The end of a segment: normalised rows to the output, or a partial result of a split block to its slot of the workspace."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from ..common import work_device as work
+from ..common.math import row_result
+from .config import Barrier
+
+
+@cute.jit
+def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, total, seg):
+    """Both warpgroups call it with their columns of O; it ends with a barrier of the two."""
+    for r in cutlass.range_constexpr(2):
+        v = me.total[r]
+        v = v + cute.arch.shuffle_sync_bfly(v, offset=1)
+        v = v + cute.arch.shuffle_sync_bfly(v, offset=2)
+        me.total[r] = v
+        if me.tid % 4 == 0:
+            smem.sum[me.row + 8 * r, w] = v
+    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=256)
+    live = work.live_rows(c, args, seg)
+    row = work.first_row(c, args, seg)
+    if seg.last - seg.first < seg.steps:
+        store_partial(c, w, me, smem, args, total, seg, live, row)
+    else:
+        store_output(c, w, me, smem, args, live, row)
+    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=256)  # sums may be overwritten
+
+
+@cute.jit
+def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, total, seg, live, row):
+    """O and its row statistics (reference in log2 units, sum) as they are. The CTA in which the block begins tells combine."""
+    slot = 2 * args.cta
+    if seg.first == 0:
+        slot += 1
+        if (w == 0) & (me.tid == 0):
+            parts = work.cta_of(total, args.num_ctas, seg.begin + seg.steps - 1) - args.cta + 1
+            for i, v in enumerate((row, live, parts)):
+                args.split_info[4 * args.cta + i] = v
+    pair = cute.make_rmem_tensor((2,), Float32)
+    for r in cutlass.range_constexpr(2):
+        mine = me.row + 8 * r
+        if mine < live:
+            at = slot * args.slot_rows + mine
+            if const_expr(w == 0):
+                if me.tid % 4 == 0:
+                    pair[0] = me.ref[r] * args.scale_log2
+                    pair[1] = me.total[r] + smem.sum[mine, 1]
+                    cute.autovec_copy(pair, cute.local_tile(args.part_stat, (2,), (at,)))
+            line = args.part_out.iterator + at.to(cutlass.Int64) * c.latent + (w * c.half + (me.tid % 4) * 2)
+            for k in cutlass.range_constexpr(c.half // 8):
+                for v in cutlass.range_constexpr(2):
+                    pair[v] = me.out[(v, r, k), 0, 0]
+                cute.autovec_copy(pair, cute.make_tensor((line + 8 * k).align(8), cute.make_layout(2)))
+
+
+@cute.jit
+def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, live, row):
+    """Lane l of a quad holds columns 2l, 2l+1 of every group of 8. A 4 x 4 transpose in the quad gives each lane 8 columns in a
+    row of every fourth group: one 16-byte store."""
+    lane, odd, high = me.tid % 4, (me.tid % 2) != 0, (me.tid % 4) >= 2
+    groups = cute.make_tensor(me.out.iterator, cute.make_layout((2, 2, 4, c.half // 32), stride=(1, 2, 4, 16)))
+    for r in cutlass.range_constexpr(2):
+        mine = me.row + 8 * r
+        gain, lse = row_result(me.ref[r] * args.scale_log2, me.total[r] + smem.sum[mine, 1 - w], args)
+        if const_expr(w == 0):
+            if (lane == 0) & (mine < live) & (args.lse_scale != 0.0):
+                args.lse[row + mine] = lse
+        line = args.out.iterator + (row + mine).to(cutlass.Int64) * c.latent + (w * c.half + lane * 8)
+        for k in cutlass.range_constexpr(c.half // 32):
+            part = cute.make_rmem_tensor((2, 4), args.out.element_type)
+            for i in cutlass.range_constexpr(4):
+                for j in cutlass.range_constexpr(2):
+                    part[j, i] = (groups[j, r, i, k] * gain).to(args.out.element_type)
+            packed = cute.recast_tensor(part, Int32)
+            v = [packed[i] for i in range(4)]
+            for i in cutlass.range_constexpr(2):  # lanes 1 apart trade groups 2i, 2i+1
+                got = cute.arch.shuffle_sync_bfly(v[2 * i] if odd else v[2 * i + 1], offset=1)
+                v[2 * i], v[2 * i + 1] = (got if odd else v[2 * i]), (v[2 * i + 1] if odd else got)
+            for i in cutlass.range_constexpr(2):  # lanes 2 apart trade groups i, i+2
+                got = cute.arch.shuffle_sync_bfly(v[i] if high else v[i + 2], offset=2)
+                v[i], v[i + 2] = (got if high else v[i]), (v[i + 2] if high else got)
+            words = cute.make_rmem_tensor((4,), Int32)
+            for i in cutlass.range_constexpr(4):
+                words[i] = v[i]
+            if mine < live:
+                target = cute.make_tensor((line + 32 * k).align(16), cute.make_layout(8))
+                cute.autovec_copy(cute.recast_tensor(words, args.out.element_type), target)

@@ -1,0 +1,65 @@
+"""Shared-memory layouts and tiled MMAs of the Hopper kernels, and the views that TMA and WGMMA take of them.
+
+A KV slot lies in shared memory as [8-token group][64-column chunk][8][64] with the 128-byte swizzle, so that one TMA box walks
+512 (or 128) contiguous bytes of eight whole rows of the cache before it goes on, and a page of 16 tokens is one contiguous
+piece of the slot. V is the same bytes read column-major.
+"""
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float16, Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+DTYPES = {"bf16": BFloat16, "fp16": Float16}
+SWIZZLE_BYTES, CHUNK = 128, 64  # a swizzled row, and the 16-bit columns in it
+
+
+def swizzled(dtype, shape, order=None):
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, shape, order or tuple(range(len(shape))))
+
+
+def tiled_mma(dtype, n, b_major="K", a="SMEM"):
+    """64 x n per instruction, fp32 accumulators, one warpgroup."""
+    return sm90.make_trivial_tiled_mma(
+        dtype,
+        dtype,
+        OperandMajorMode.K,
+        getattr(OperandMajorMode, b_major),
+        Float32,
+        (1, 1, 1),
+        (64, n),
+        getattr(warpgroup.OperandSource, a),
+    )
+
+
+def slot_layout(c, dtype, columns, slots):
+    return swizzled(dtype, (c.tile, columns, slots), (1, 0, 2))
+
+
+def copy_view(c, slots, columns):
+    """A slot tensor (tile, columns, slots) as (8, 64, chunks, page_rows / 8, copies, slots): one TMA box, which one, where."""
+    chunks, count = columns // CHUNK, cute.size(slots, mode=[2])
+    shape = (8, CHUNK, chunks, c.page_rows // 8, c.tile // c.page_rows, count)
+    return cute.composition(
+        slots, cute.make_layout(shape, stride=(1, c.tile, c.tile * CHUNK, 8, c.page_rows, c.tile * columns))
+    )
+
+
+def value_view(c, slots):
+    """A slot tensor (tile, half, slots) as V: (half, tile, slots). The stride of the slots must be written out."""
+    count = cute.size(slots, mode=[2])
+    return cute.composition(slots, cute.make_layout((c.half, c.tile, count), stride=(c.tile, 1, c.tile * c.half)))
+
+
+def cache_view(kv_cache, page_rows):
+    """kv_cache (pages, page_size, 576) as (8, 64, 9, page_size / 8, pages), the order in which a box is walked."""
+    pages, page_size, dim = kv_cache.shape
+    row = kv_cache.stride[1]
+    return cute.make_tensor(
+        kv_cache.iterator,
+        cute.make_layout(
+            (8, CHUNK, dim // CHUNK, page_size // 8, pages),
+            stride=(row, 1, CHUNK, 8 * row, kv_cache.stride[0]),
+        ),
+    )

@@ -1,0 +1,168 @@
+"""The roles of warpgroup 0: one warp gathers KV tiles by page id, three fetch query rows and write the rows that have no tokens."""
+
+from functools import partial
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+from ..common import work_device as work
+from .layouts import CHUNK, SWIZZLE_BYTES, copy_view
+
+LANES = 32
+WORD = 16  # bytes of one asynchronous copy and of one store
+
+
+@cute.jit
+def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, span, policy):
+    """The KV warp: for each pair of tiles a, b the halves L_a, R_a, rope_a, R_b, L_b, rope_b, each as soon as its slot is free."""
+    g_half = cute.local_tile(tma.m_half, (8, CHUNK, c.half // CHUNK, c.page_rows // 8), (0, 0, None, None, None))
+    g_rope = cute.local_tile(tma.m_rope, (8, CHUNK, 1, c.page_rows // 8), (0, 0, None, None, None))
+    one = cute.make_layout(1)
+    s_half, t_half = cpasync.tma_partition(
+        tma.half, 0, one, cute.group_modes(copy_view(c, smem.half, c.half), 0, 4), cute.group_modes(g_half, 0, 4)
+    )
+    s_rope, t_rope = cpasync.tma_partition(
+        tma.rope, 0, one, cute.group_modes(copy_view(c, smem.rope, CHUNK), 0, 4), cute.group_modes(g_rope, 0, 4)
+    )
+    half, rope = (tma.half, t_half, s_half), (tma.rope, t_rope, s_rope)
+    work.walk(c, args, span, partial(load_segment, c, half, rope, bars, args, policy), Int32(1))
+
+
+@cute.jit
+def load_segment(c: cutlass.Constexpr, half, rope, bars, args, policy, seg, phase):
+    """A copy takes page_rows tokens: copy i of the request lies in table column i >> shift, at 8-row group (i & mask) * rows / 8
+    of that page. Lane l of the warp holds the page ids of the next 32 copies, fetched one round ahead."""
+    per_tile, per_pair = c.tile // c.page_rows, c.tile_tokens // c.page_rows
+    lane = cute.arch.lane_idx()
+    live = (seg.kv_len + c.page_rows - 1) // c.page_rows  # copies that hold a token; the others are left out
+    end = work.last_step(c, args, seg)
+    ids = page_ids(args, seg.request, seg.first * per_pair + lane, live)
+    step = seg.first
+    while step < end:
+        base = step * per_pair
+        later = page_ids(args, seg.request, base + LANES + lane, live)
+        for i in cutlass.range(cutlass.min(end - step, LANES // per_pair), unroll=1):
+            for t in cutlass.range_constexpr(2):
+                at = i * per_pair + t * per_tile
+                count = cutlass.min(cutlass.max(live - base - at, 0), per_tile)
+                for j in cutlass.range_constexpr(2):  # a: left, right; b: right, left
+                    slot, column = 2 * t + j, t ^ j
+                    full, empty = bars.half_full + slot, bars.half_empty + slot
+                    gather(c, half, column, slot, full, empty, phase, count, c.half, ids, base, at, args, policy)
+                full, empty = bars.rope_full + t, bars.rope_empty + t
+                gather(c, rope, c.latent // CHUNK, t, full, empty, phase, count, CHUNK, ids, base, at, args, policy)
+            phase ^= 1
+        ids = later
+        step += LANES // per_pair
+    return phase
+
+
+@cute.jit
+def page_ids(args, request, copy, live):
+    """The page id of a copy; of the last live one for copies past the end, so that no dead table column is read."""
+    return args.block_tables[request, cutlass.min(copy, live - 1) >> args.page_shift]
+
+
+@cute.jit
+def gather(
+    c: cutlass.Constexpr,
+    copy,
+    column: cutlass.Constexpr,
+    slot: cutlass.Constexpr,
+    full,
+    empty,
+    phase,
+    count,
+    width: cutlass.Constexpr,
+    ids,
+    base,
+    at,
+    args,
+    policy,
+):
+    """Fill a slot with the `count` live copies of a tile; the rest of the slot keeps what it held, which no output meets."""
+    atom, source, target = copy
+    cute.arch.mbarrier_wait(empty, phase)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (c.page_rows * width * 2))
+    for n in cutlass.range_constexpr(c.tile // c.page_rows):
+        page = cute.arch.shuffle_sync(ids, at + n)
+        if n < count:
+            group = (base + at + n) & args.page_mask
+            cute.copy(
+                atom, source[None, column, group, page], target[None, n, slot], tma_bar_ptr=full, cache_policy=policy
+            )
+
+
+@cute.jit
+def load_query(c: cutlass.Constexpr, smem, bars, args, span, tid):
+    """The query warps: the 64 rows of each block, by 16-byte asynchronous copies, since rows are (token, head) pairs of any stride.
+    Rows past the last are zeros (which also saves power in the tensor cores)."""
+    work.walk(c, args, span, partial(query_segment, c, smem, bars, args, tid), Int32(1))
+
+
+@cute.jit
+def query_segment(c: cutlass.Constexpr, smem, bars, args, tid, seg, phase):
+    warp_idx, lane = tid // LANES, tid % LANES
+    words = c.head_dim * 2 // WORD
+    live = work.live_rows(c, args, seg)
+    query = args.query
+    source = query.iterator.toint()
+    batch = seg.request
+    if args.seq_len_q == 0:
+        batch = Int32(0)
+    source += batch.to(Int64) * query.stride[0] * 2
+    target = smem.query.iterator.toint()
+    cute.arch.mbarrier_wait(bars.query_empty, phase)
+    for row in cutlass.range(warp_idx, c.rows, c.query_warps, unroll=1):
+        flat = seg.block * c.rows + cutlass.min(row, live - 1)
+        token = flat // args.heads
+        head = flat - token * args.heads
+        token += seg.q_first
+        line = source + (token.to(Int64) * query.stride[1] + head.to(Int64) * query.stride[2]) * 2
+        size = (row < live).to(Int32) * WORD
+        for k in cutlass.range_constexpr((words + LANES - 1) // LANES):
+            x = lane + k * LANES
+            if x < words:
+                chunk, piece = x // 8, x % 8
+                offset = chunk * (c.rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + (piece ^ (row % 8)) * WORD
+                cute.arch.inline_ptx(
+                    "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+                    read_only_args=[target + offset, line + x.to(Int64) * WORD, size],
+                )
+    cute.arch.inline_ptx("cp.async.wait_all;")
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bars.query_full)
+    return phase ^ 1
+
+
+@cute.jit
+def fill_empty(c: cutlass.Constexpr, args, cta, tid):
+    """out = 0 and LSE = -inf for requests without tokens, and for packed rows that belong to no request."""
+    for b in cutlass.range(cta, args.batch, args.num_ctas, unroll=1):
+        request = work.load_request(args, b)
+        if request.kv_len == 0:
+            token = request.q_first + b * args.seq_len_q
+            fill_rows(c, args, token * args.heads, (token + request.q_len) * args.heads, tid)
+    if args.seq_len_q == 0:
+        begin, end = args.qo_indptr[args.batch] * args.heads, args.query.shape[1] * args.heads
+        each = (end - begin + args.num_ctas - 1) // args.num_ctas
+        begin = cutlass.min(begin + cta * each, end)
+        fill_rows(c, args, begin, cutlass.min(begin + each, end), tid)
+
+
+@cute.jit
+def fill_rows(c: cutlass.Constexpr, args, begin, end, tid):
+    zeros = cute.make_rmem_tensor((8,), args.out.element_type)
+    zeros.fill(0.0)
+    words = c.latent * 2 // WORD
+    for row in cutlass.range(begin, end, unroll=1):
+        line = args.out.iterator + row.to(Int64) * c.latent
+        if tid < words:
+            cute.autovec_copy(zeros, cute.make_tensor((line + tid * 8).align(16), cute.make_layout(8)))
+        if (tid == words) & (args.lse_scale != 0.0):
+            args.lse[row] = -Float32.inf

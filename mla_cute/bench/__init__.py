@@ -1,0 +1,1 @@
+"""Speed of the kernels on this machine: cases, timing, report."""

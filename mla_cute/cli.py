@@ -1,0 +1,181 @@
+"""The command line: info, check, aot build, aot list, bench. Results go to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from tqdm import tqdm
+
+from mla_cute import aot, dispatch
+
+ARCHES = click.Choice(sorted(dispatch.KERNELS))
+JSON = click.option("--json", "json_file", type=click.File("w"), help="Write the results to this file as JSON.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="mla_cute")
+def main() -> None:
+    """Kernels for MLA decode (DeepSeek, Kimi) over a paged KV cache.
+
+    Start with `info` (what is here) and `check` (does it compute right answers).
+    """
+
+
+@main.command()
+@JSON
+def info(json_file: Any) -> None:
+    """Show the GPU, the versions found, and where each kernel would come from.
+
+    Needs neither a GPU nor the CuTe DSL, and compiles nothing. "needs compilation" means that the first use of the
+    kernel takes some seconds; the result is kept in the cache folder.
+    """
+    from mla_cute.info import collect
+
+    facts = collect()
+    width = max(len(name) for name in [*facts["facts"], *facts["kernels"]])
+    for name, value in facts["facts"].items():
+        click.echo(f"{name:{width}}  {value}")
+    click.echo("kernels")
+    for name, state in facts["kernels"].items():
+        click.echo(f"  {name:{width}}  {state}")
+    _write(json_file, facts)
+
+
+@main.command()
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), help="Default: the GPU if there is one, else the CPU.")
+@click.option("--select", metavar="PATTERN", default="*", help="Only cases whose name matches, e.g. '*heads'.")
+@JSON
+def check(device: str | None, select: str, json_file: Any) -> None:
+    """Run a table of cases on this machine and compare each with a plain fp64 formula.
+
+    On a GPU this checks the kernels (compiling those that are not there yet), without one the reference implementation.
+    Prints a line a case. Exit status 0: all passed, 1: some failed.
+    """
+    import torch
+
+    from mla_cute import check as table
+
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("--device cuda: torch sees no GPU here")
+    cases = [row for row in table.rows() if fnmatch.fnmatch(row.name, select)]
+    if not cases:
+        raise click.BadParameter(f"{select!r} matches no case", param_hint="--select")
+    what = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else "the reference implementation on the CPU"
+    click.echo(f"checking {what}: {len(cases)} cases")
+    results = []
+    for row in cases:
+        result = table.run(row, chosen)
+        results.append(result)
+        error = "" if math.isnan(result.error) else f"  error {result.error:.1e}"
+        click.echo(f"{'FAIL' if result.problem else 'pass'}  {result.name:36}{error}  {result.seconds:6.2f} s")
+        if result.problem:
+            click.echo(f"      {result.problem}")
+    failed = sum(result.problem is not None for result in results)
+    click.echo(f"{len(results) - failed} passed, {failed} failed")
+    _write(json_file, {"device": what, "results": [vars(result) for result in results]})
+    raise SystemExit(1 if failed else 0)
+
+
+@main.group(name="aot")
+def aot_group() -> None:
+    """Compile kernels ahead of time, for machines without the CuTe DSL or a C compiler."""
+
+
+@aot_group.command(name="list")
+@click.option("--arch", type=ARCHES, help="Only those of one GPU architecture; sm_90a is Hopper.")
+@JSON
+def aot_list(arch: str | None, json_file: Any) -> None:
+    """List the kernels that this version ships."""
+    configs = dispatch.shipped(arch)
+    for config in configs:
+        click.echo(f"{config.name}  {config.arch}  {config!r}")
+    _write(json_file, [{"name": config.name, "arch": config.arch, "config": repr(config)} for config in configs])
+
+
+@aot_group.command(name="build")
+@click.option("--arch", type=ARCHES, required=True, help="GPU architecture; sm_90a is Hopper.")
+@click.option("--select", "patterns", metavar="PATTERN", multiple=True, help="Only kernels of that name; repeatable.")
+@click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
+@click.option("--jobs", type=click.IntRange(1), help="Compiler processes, 1 GB each. Default: one a core, up to 4.")
+def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -> None:
+    """Compile kernels into a bundle: a folder that another machine loads as it is.
+
+    Needs the CuTe DSL and a C compiler, but no GPU. The other machine needs the same versions of mla_cute and
+    apache-tvm-ffi, and libcute_dsl_runtime.so of the same CuTe DSL. There, name the folder in MLA_CUTE_AOT_DIR, or call
+    mla_cute.aot.load. A bundle that is already in the folder is replaced; a folder with anything else is refused.
+
+    PATTERN is a kernel's name as `aot list` prints it, in which * stands for anything.
+    """
+    configs = _matching(dispatch.shipped(arch), patterns, arch)
+    jobs = min(jobs or min(4, os.cpu_count() or 1), len(configs))
+    with tqdm(total=len(configs), unit="kernel", desc=f"compiling for {arch}") as bar:
+
+        def advance(config: dispatch.KernelConfig) -> None:
+            bar.set_postfix_str(config.name, refresh=False)
+            bar.update()
+
+        try:
+            aot.build(configs, out, advance, jobs)
+        except (OSError, RuntimeError) as error:
+            raise click.ClickException(str(error)) from error
+    click.echo(f"{len(configs)} kernels in {out}")
+
+
+@main.command()
+@click.option("--cases", multiple=True, metavar="B,SQ,H,S", help="Requests, query tokens, heads, length; repeatable.")
+@JSON
+def bench(cases: Sequence[str], json_file: Any) -> None:
+    """Measure the kernels on this GPU. Needs one: exit status 2 without.
+
+    Median time of a launch with a cold L2, bf16, pages of 64 in random order. TB/s counts the cache once, the query and
+    the output; TFLOP/s counts 2 * rows * S * 1088. "of copy" and "of gemm" are the ratios to what this machine reaches
+    in the same run: a 2 GiB copy (read and write counted) and an 8192^3 bf16 matrix product. Every output is compared
+    with the fp32 reference; a wrong one is marked and makes the exit status 1.
+    """
+    import torch
+
+    from mla_cute.bench import report
+    from mla_cute.bench.cases import DEFAULT, parse
+
+    try:
+        chosen = [parse(text) for text in cases] or list(DEFAULT)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--cases") from None
+    if not torch.cuda.is_available():
+        raise click.UsageError("bench measures a GPU, and torch sees none on this machine")
+    device = torch.device("cuda", torch.cuda.current_device())
+    with tqdm(total=len(chosen), unit="case") as bar:
+        measured, rates = report.run(chosen, device, lambda _: bar.update())
+    click.echo(f"{torch.cuda.get_device_name(device)}, which reaches {rates}")
+    click.echo(report.HEADER)
+    for measurement in measured:
+        click.echo(measurement.row(rates))
+    _write(json_file, report.as_data(measured, rates, device))
+    raise SystemExit(0 if all(measurement.correct for measurement in measured) else 1)
+
+
+def _matching(
+    configs: Sequence[dispatch.KernelConfig], patterns: Iterable[str], arch: str
+) -> list[dispatch.KernelConfig]:
+    if not configs:
+        raise click.ClickException(f"no kernel exists for {arch} yet")
+    wanted = list(patterns) or ["*"]
+    chosen = [config for config in configs if any(fnmatch.fnmatch(config.name, pattern) for pattern in wanted)]
+    if not chosen:
+        names = ", ".join(config.name for config in configs)
+        raise click.BadParameter(f"{', '.join(wanted)} matches none of {names}", param_hint="--select")
+    return chosen
+
+
+def _write(json_file: Any, data: object) -> None:
+    if json_file:
+        json.dump(data, json_file, indent=1)
+        json_file.write("\n")

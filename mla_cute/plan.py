@@ -1,0 +1,92 @@
+"""How a launch is sized: number of CTAs and layout of the workspace. Integers only; no live length is read here.
+
+A CTA leaves at most two partial results (kernels/common/work.py), hence 2 * num_ctas slots of `slot_rows` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from mla_cute.errors import UnsupportedProblem
+from mla_cute.problem import INT32_MAX, KV_LORA_RANK, MLAProblem
+
+ALIGNMENT = 256  # bytes, of every section of the workspace
+_forced: ContextVar[int | None] = ContextVar("forced_ctas", default=None)
+
+
+class Tiling(Protocol):
+    """The part of a kernel's config that sizes depend on."""
+
+    @property
+    def rows(self) -> int: ...  # query rows (token x head) a CTA holds
+
+    @property
+    def tile_tokens(self) -> int: ...  # KV tokens of the unit in which work is split
+
+
+@dataclass(frozen=True)
+class Section:
+    """Bytes [offset, offset + bytes) of the workspace."""
+
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Launch size and workspace of a problem."""
+
+    num_ctas: int
+    slot_rows: int
+
+    @property
+    def sections(self) -> tuple[Section, Section, Section]:
+        """part_out (fp32), part_stat (fp32), split_info (int32), in this order."""
+        part_rows = 2 * self.num_ctas * self.slot_rows
+        offset, sections = 0, []
+        for elements in (part_rows * KV_LORA_RANK, part_rows * 2, self.num_ctas * 4):
+            sections.append(Section(offset, 4 * elements))
+            offset += -(-4 * elements // ALIGNMENT) * ALIGNMENT
+        return sections[0], sections[1], sections[2]
+
+    @property
+    def workspace_bytes(self) -> int:
+        last = self.sections[-1]
+        return last.offset + last.bytes
+
+
+def make_plan(problem: MLAProblem, tiling: Tiling, sm_count: int) -> Plan:
+    """Size a launch. Never smaller for a larger batch_size, max_seq_len_q or max_kv_len.
+
+    Raises UnsupportedProblem where the kernel could not count its tiles in int32.
+    """
+    rows = problem.max_seq_len_q * problem.num_heads
+    row_tiles, kv_tiles = -(-rows // tiling.rows), -(-problem.max_kv_len // tiling.tile_tokens)
+    units = problem.batch_size * row_tiles * kv_tiles
+    if units > INT32_MAX:
+        raise UnsupportedProblem(
+            f"batch_size={problem.batch_size}, max_seq_len_q={problem.max_seq_len_q}, num_heads={problem.num_heads}, "
+            f"max_kv_len={problem.max_kv_len} make {units} tiles; at most {INT32_MAX} can be counted"
+        )
+    num_ctas = _forced.get() or max(1, min(units, sm_count))
+    return Plan(num_ctas, min(tiling.rows, rows))
+
+
+@contextmanager
+def forced_ctas(count: int | None) -> Iterator[None]:
+    """Within the block, plans get this many CTAs (so, of splits) whatever the GPU. For tests and measurements
+    only."""
+    token = _forced.set(count)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def forced() -> int | None:
+    """The forced number of CTAs, part of the key of any cached plan."""
+    return _forced.get()

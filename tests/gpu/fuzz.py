@@ -1,0 +1,83 @@
+"""Random launches, each checked by a closed form on the device: python -m gpu.fuzz cuda 2000 (from tests/).
+
+A kernel whose warps disagree on whether a tile has work hangs, so a test runs this as a child process with a time limit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+
+import torch
+
+from mla_cute import BatchMLADecodePagedTSWrapper
+from mla_cute.problem import MASKS
+from mla_cute.testing import Case
+
+from .harness import planned
+from .oracle import Rows, Sequences
+
+REPORT = 100  # launches between two synchronisations
+CTAS = (None, *range(1, 33))
+
+
+class Fuzz:
+    def __init__(self, device: torch.device, batch: int, length: int) -> None:
+        self.random, self.batch, self.length = random.Random(0), batch, length
+        self.pools = [
+            Sequences(device, count=batch, length=length, page_size=page, dtype=dtype, picks=(0, 63, 64, length - 1))
+            for page, dtype in ((16, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16))
+        ]
+        self.wrappers: dict[tuple[object, ...], BatchMLADecodePagedTSWrapper] = {}
+
+    def lengths(self, batch: int) -> list[int]:
+        """A mixture: most launches have short, long and empty requests side by side."""
+        empty, longest = self.random.choice((0.0, 0.2, 0.9)), self.random.choice((1, 64, 200, self.length))
+        return [0 if self.random.random() < empty else self.random.randint(0, longest) for _ in range(batch)]
+
+    def case(self, sequences: Sequences, picking: bool) -> Case:
+        batch, mask = self.random.randint(1, self.batch), self.random.choice(MASKS)
+        lengths = self.lengths(batch)
+        if self.random.random() < 0.5:
+            tokens = self.random.choice((1, 1, 3))
+            return sequences.case(lengths, q_lens=tokens, picking=picking, mask_type=mask)
+        deltas = [self.random.choice((0, 1, 2, 5)) for _ in lengths]
+        indptr = torch.tensor([0, *deltas], device=sequences.device).cumsum(0, dtype=torch.int32)
+        total = sum(deltas) + self.random.choice((0, 0, 3))  # rows past the last request too
+        return sequences.case(
+            lengths, q_lens=indptr, total_q=total, max_seq_len_q=5, picking=picking, mask_type=mask
+        )
+
+    def wrapper(self, case: Case, ctas: int | None) -> BatchMLADecodePagedTSWrapper:
+        key = (ctas, case.kv_cache.shape[1], case.qo_indptr is None, case.max_seq_len_q, case.mask_type)
+        if key not in self.wrappers:
+            full = replace(case, seq_lens=torch.empty(self.batch, dtype=torch.int32, device=case.query.device))
+            self.wrappers[key] = planned(full, ctas=ctas)
+        return self.wrappers[key]
+
+    def launch(self) -> tuple[torch.Tensor, str]:
+        sequences, picking = self.random.choice(self.pools), self.random.random() < 0.5
+        case, ctas = self.case(sequences, picking), self.random.choice(CTAS)
+        out, lse = self.wrapper(case, ctas).run(*case.tensors, **case.run(return_lse=True, validate=False))
+        good = sequences.agrees(out, lse, Rows.of(case), picking=picking)
+        form = f"query {tuple(case.query.shape)}, {case.mask_type}, page {case.kv_cache.shape[1]}, picking {picking}"
+        return good, f"{form}, ctas {ctas}, batch {len(case.seq_lens)}"
+
+
+def main() -> int:
+    device, launches = torch.device(sys.argv[1]), int(sys.argv[2])
+    fuzz = Fuzz(device, *((300, 1500) if device.type == "cuda" else (7, 200)))
+    for first in range(0, launches, REPORT):
+        good, descriptions = zip(*(fuzz.launch() for _ in range(min(REPORT, launches - first))), strict=True)
+        wrong = (~torch.stack(good)).nonzero().flatten().tolist()
+        for index in wrong:
+            print(f"launch {first + index} is wrong: {descriptions[index]}")
+        if wrong:
+            return 1
+    print(f"{launches} launches are right")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

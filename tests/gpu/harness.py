@@ -1,0 +1,104 @@
+"""One careful launch: guards around all that is written, poison in it beforehand, inputs compared afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mla_cute
+from mla_cute.plan import forced_ctas
+from mla_cute.problem import KV_LORA_RANK
+from mla_cute.testing import Case, Guarded, assert_close, assert_exact, assert_lse_close, expected_of
+
+COMPARED_BYTES = 1 << 28  # larger inputs are not copied for the comparison
+Result = tuple[Tensor, Tensor | None]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Integers of the same width: equality that tells NaN from NaN and 0 from -0."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+@contextlib.contextmanager
+def unchanged(*tensors: Tensor | None) -> Iterator[None]:
+    """The bits of these tensors are the same afterwards."""
+    kept = [(t, t.clone()) for t in tensors if t is not None and t.numel() * t.element_size() <= COMPARED_BYTES]
+    yield
+    for tensor, before in kept:
+        assert same_bits(tensor, before), f"an input of shape {tuple(tensor.shape)} was modified"
+
+
+def planned(
+    case: Case, *, ctas: int | None = None, lse_mode: str = "base2", **arguments: Any
+) -> mla_cute.BatchMLADecodePagedTSWrapper:
+    """A wrapper planned for the case. ctas: the number of CTAs, so of splits; None leaves it to the planner."""
+    wrapper = mla_cute.BatchMLADecodePagedTSWrapper()
+    with forced_ctas(ctas):
+        wrapper.plan(**case.plan(lse_mode=lse_mode, **arguments))
+    return wrapper
+
+
+def workspace_bytes(case: Case, *, ctas: int | None = None, **arguments: Any) -> int:
+    renamed = {"q_data_type": "q_dtype", "kv_data_type": "kv_dtype", "o_data_type": "out_dtype"}
+    plan = case.plan(**arguments)
+    sizes = {renamed.get(name, name): value for name, value in plan.items() if name != "packed_query"}
+    if not case.query.is_cuda:
+        sizes["device"] = None
+    with forced_ctas(ctas):
+        return mla_cute.get_batch_mla_decode_workspace_size(**sizes)
+
+
+def launch(
+    case: Case,
+    *,
+    ctas: int | None = None,
+    lse_mode: str = "base2",
+    out_dtype: torch.dtype | None = None,
+    validate: bool = True,
+    **plan_arguments: Any,
+) -> Result:
+    """Plan and run the case once with caller-owned, guarded, poisoned buffers; returns (out, lse or None)."""
+    query = case.query
+    arguments: dict[str, Any] = {"ctas": ctas, "o_data_type": out_dtype or query.dtype, **plan_arguments}
+    workspace = Guarded((workspace_bytes(case, **arguments),), torch.uint8, query.device)
+    out = Guarded((*query.shape[:-1], KV_LORA_RANK), out_dtype or query.dtype, query.device)
+    lse = Guarded(query.shape[:-1], torch.float32, query.device)
+    workspace.tensor.fill_(0xFF)
+    out.tensor.fill_(math.nan)
+    lse.tensor.fill_(math.nan)
+    wrapper = planned(case, lse_mode=lse_mode, workspace_buffer=workspace.tensor, **arguments)
+    given = None if lse_mode == "none" else lse.tensor
+    with unchanged(*case.tensors, case.qo_indptr):
+        result = wrapper.run(*case.tensors, **case.run(out=out.tensor, lse=given, validate=validate))
+    assert result is out.tensor, "run() returns the given out"
+    assert out.intact(), "the launch wrote outside out"
+    assert lse.intact(), "the launch wrote outside lse"
+    assert workspace.intact(), "the launch wrote outside the workspace"
+    return out.tensor, given
+
+
+def check(case: Case, out: Tensor, lse: Tensor | None, lse_mode: str = "base2") -> None:
+    """Against the closed form of a fixture case (exactly) or, for random data, the reference in fp64."""
+    unit = lse_mode if lse is not None else "basee"
+    ref_out, ref_lse = expected_of(case, unit)
+    if case.out_value is None:
+        assert_close(out, lse, ref_out, ref_lse, lse_mode=unit)
+        return
+    assert_exact(out, ref_out)
+    if lse is not None:
+        assert_lse_close(lse, ref_lse, unit)
+
+
+def launch_and_check(case: Case, *, lse_mode: str = "base2", **options: Any) -> Result:
+    out, lse = launch(case, lse_mode=lse_mode, **options)
+    check(case, out, lse, lse_mode)
+    return out, lse

@@ -1,0 +1,138 @@
+"""Products of the categories: a table that covers every pair of levels, and the full products that past bugs asked for.
+
+Random data is compared with the reference in fp64, fixture data with its closed form.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from mla_cute.problem import DTYPES, LSE_MODES, MASKS, PAGE_SIZES
+from mla_cute.testing import make_case
+
+from .harness import launch, launch_and_check
+from .oracle import Rows, Sequences
+
+HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 22, 24, 32, 40, 48, 64, 65, 96, 127, 128)
+CTAS = (None, 1, 2, 7, 32, 33, 64, 132, 200)
+TORCH_DTYPES = {name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()}
+LEVELS: dict[str, tuple[Any, ...]] = {
+    "heads": HEADS,
+    "tokens": (1, 2, 3, 4, 8),
+    "page": PAGE_SIZES,
+    "inputs": tuple(DTYPES),
+    "output": tuple(DTYPES),
+    "mask": MASKS,
+    "form": ("fixed", "packed"),
+    "lse": LSE_MODES,
+    "ctas": CTAS,
+}
+
+
+def pairwise(levels: dict[str, tuple[Any, ...]], tries: int = 20) -> list[dict[str, Any]]:
+    """Rows such that any two levels of different factors meet in one of them; the same rows every time."""
+    pick = random.Random(0)
+    missing = {((f, x), (g, y)) for f, g in combinations(levels, 2) for x in levels[f] for y in levels[g]}
+    order = sorted(missing, key=repr)
+    rows = []
+    while missing:
+        seed = next(pair for pair in order if pair in missing)
+        candidates = [{f: pick.choice(levels[f]) for f in levels} | dict(seed) for _ in range(tries)]
+        covered = [set(combinations(row.items(), 2)) & missing for row in candidates]
+        best = max(range(tries), key=lambda i: len(covered[i]))
+        rows.append(candidates[best])
+        missing -= covered[best]
+    return rows
+
+
+@pytest.mark.parametrize("row", pairwise(LEVELS), ids=lambda row: "-".join(str(v) for v in row.values()))
+def test_every_pair_of_levels(row: dict[str, Any], device: torch.device) -> None:
+    page, tokens = row["page"], row["tokens"]
+    lengths = [0, tokens, page - 1, page + 1, 257, 1000]
+    q_lens = [min(q, length or q) for q, length in zip([2, 1, 0, tokens, tokens, 2], lengths, strict=True)]
+    case = make_case(
+        "random",
+        [max(length, tokens) if length and row["form"] == "fixed" else length for length in lengths],
+        q_lens=tokens if row["form"] == "fixed" else q_lens,
+        num_heads=row["heads"],
+        page_size=page,
+        dtype=TORCH_DTYPES[row["inputs"]],
+        mask_type=row["mask"],
+        device=device,
+    )
+    launch_and_check(case, lse_mode=row["lse"], out_dtype=TORCH_DTYPES[row["output"]], ctas=row["ctas"])
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 8])
+def test_pages_and_query_tokens(tokens: int, page: int, device: torch.device) -> None:  # B8
+    for length in (17, 129, 4097):
+        case = make_case("random", [length, 0, length + 31], q_lens=tokens, page_size=page, device=device)
+        launch_and_check(case)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_do_not_mix(heads: int, device: torch.device) -> None:  # D1-D4
+    """Head h returns the value of the token that it alone picks; the guards stand where head H would be."""
+    for dtype in TORCH_DTYPES.values():
+        for tokens in (1, 2, 4):
+            case = make_case(
+                "select",
+                [131, 70],
+                select=[2 * j + 1 for j in range(33)],
+                q_lens=tokens,
+                num_heads=heads,
+                dtype=dtype,
+                device=device,
+            )
+            for ctas in (None, 1, 7):
+                launch_and_check(case, ctas=ctas)
+
+
+@pytest.mark.parametrize("ctas", CTAS)
+def test_any_number_of_splits(ctas: int | None, device: torch.device) -> None:  # A10
+    for length in (1, 64, 65, 128, 129, 1000):
+        for batch in (1, 3):
+            for kind in ("uniform", "random"):
+                launch_and_check(make_case(kind, [length] * batch, num_heads=24, device=device), ctas=ctas)
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("kind", ["uniform", "select", "deepneg", "two"])
+def test_fixtures(kind: Any, page: int, device: torch.device) -> None:
+    """The four oracles, in every dtype and both masks, at lengths around every boundary."""
+    lengths = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000]
+    if kind == "two":
+        lengths = [2] * 5
+    for dtype in TORCH_DTYPES.values():
+        for mask in MASKS:
+            case = make_case(kind, lengths, page_size=page, dtype=dtype, mask_type=mask, device=device)
+            launch_and_check(case, lse_mode="basee")
+
+
+def test_skewed_lengths(device: torch.device, scaled: Callable[[Any, Any], Any]) -> None:
+    """One long request beside many short ones, whatever the number of CTAs."""
+    long, short, many = scaled((131_072, 512, 63), (4096, 70, 7))
+    sequences = Sequences(device, count=1, length=long, picks=(0, short - 1, long // 2, long - 1), pool_factor=2)
+    shared = torch.zeros(many + 1, dtype=torch.long, device=device)
+    for position in (0, many):
+        lengths = [short] * (many + 1)
+        lengths[position] = long
+        for picking in (False, True):
+            case = sequences.case(lengths, sequence=shared, picking=picking)
+            for ctas in (None, 1, 33, 132):
+                out, lse = launch(case, ctas=ctas)
+                assert sequences.agrees(out, lse, Rows.of(case, shared), picking=picking), (position, picking, ctas)
+
+
+def test_scores_of_any_finite_size(device: torch.device) -> None:  # E2
+    for length in (256, 4096):
+        case = make_case("random", [length, length - 1], scale=100.0, device=device)
+        for ctas in (1, 2, 8, 32):
+            launch_and_check(case, ctas=ctas)

@@ -1,0 +1,436 @@
+"""What users of paged MLA decode kernels have reported, a test or more for each.
+
+The ids group the reports: A padding and empty requests, B page tables and strides, C several query tokens, D heads, E LSE and
+scales, F batches, contexts and workspace, G graphs and determinism, H devices and compilation. Heads, splits and the products of
+pages and query tokens (A10, B8, D1-D4, E2) are in test_products.py, graphs, streams and devices (F4-F6, G1-G4, G7, G10, H1, H2)
+in test_cuda.py, sizes (B1, B17, C10, F1-F3, F7, F8, F12) in test_large.py, random launches (F10, F11) in test_processes.py.
+
+Not covered yet: page sizes 1-8 of A1, B6, B7; fp8 parts of C9, D1-D4; E6, E7, E11 (fp8); G8's and G9's invariant part; H3.
+Covered in tests/cpu: C12, H4, H8, H9.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mla_cute
+import mla_cute.compile
+from mla_cute import compat
+from mla_cute.problem import HEAD_DIM, MASKS, PAGE_SIZES
+from mla_cute.reference import merge_states
+from mla_cute.testing import Case, assert_close, make_case, padded, poisoned, reference_of
+
+from .harness import check, launch, launch_and_check, planned, same_bits, workspace_bytes
+from .oracle import Rows, Sequences
+
+decode = mla_cute.batch_mla_decode_with_paged_kv_cache
+BOUNDARIES = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000)
+
+
+def int32(*values: Any, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+# A. Padding, tails, empty requests
+
+
+@pytest.mark.parametrize("page", PAGE_SIZES)
+@pytest.mark.parametrize("unowned", [math.nan, math.inf, -math.inf])
+def test_a1_memory_of_others_stays_out(unowned: float, page: int, device: torch.device) -> None:
+    for kind in ("uniform", "select"):
+        launch_and_check(make_case(kind, [13, 65, 127], page_size=page, unowned=unowned, device=device))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a2_tail_of_zeros_is_not_counted(mask: str, device: torch.device) -> None:
+    for page in PAGE_SIZES:
+        launch_and_check(make_case("uniform", BOUNDARIES, unowned=0.0, page_size=page, mask_type=mask, device=device))
+
+
+@pytest.mark.parametrize("unused_page", [-1, 2**31 - 1])
+@pytest.mark.parametrize("q_lens", [1, 4, (1, 1, 1, 1), (4, 4, 4, 4), (2, 3, 4, 0)], ids=str)
+def test_a4_a6_empty_requests(q_lens: Any, unused_page: int, device: torch.device) -> None:
+    for kind in ("uniform", "random"):
+        for validate in (True, False):
+            case = make_case(kind, [100, 0, 64, 0], q_lens=q_lens, unused_page=unused_page, device=device)
+            launch_and_check(case, validate=validate)
+
+
+def test_a5_all_requests_empty(device: torch.device) -> None:
+    case = make_case("uniform", [0] * 16, device=device)
+    launch_and_check(case)
+    out, lse = decode(*case.tensors, return_lse=True)  # the largest length, 0, is the bound here
+    check(case, out, lse)
+    with pytest.raises(ValueError, match="block_tables"):
+        decode(case.query, case.kv_cache, case.block_tables[:, :0], case.seq_lens, max_kv_len=64)
+
+
+@pytest.mark.parametrize("lse_mode", ["base2", "basee"])
+def test_a8_empty_shard_has_no_weight(lse_mode: str, device: torch.device) -> None:
+    case = make_case("random", [100, 300], device=device)
+    out, lse = launch(case, lse_mode=lse_mode)
+    empty_out, empty_lse = launch(replace(case, seq_lens=torch.zeros_like(case.seq_lens)), lse_mode=lse_mode)
+    assert lse is not None and empty_lse is not None and bool((empty_lse == -math.inf).all())
+    for outs, lses in (((out, empty_out), (lse, empty_lse)), ((empty_out, out), (empty_lse, lse))):
+        merged, merged_lse = merge_states(outs, lses, lse_mode)
+        assert same_bits(merged, out) and same_bits(merged_lse, lse)
+
+
+@pytest.mark.parametrize("lse_mode", ["base2", "basee"])
+def test_shards_merge_to_the_whole(lse_mode: str, device: torch.device) -> None:
+    """Two disjoint halves of the keys, cut at a page of each request."""
+    case = make_case("random", [1000, 129, 64, 5], device=device)
+    cut = 2
+    head = replace(case, seq_lens=case.seq_lens.clamp(max=64 * cut))
+    tail = replace(
+        case,
+        seq_lens=(case.seq_lens - 64 * cut).clamp(min=0),
+        block_tables=case.block_tables[:, cut:].contiguous(),
+        max_kv_len=case.max_kv_len - 64 * cut,
+    )
+    shards = [launch(part, lse_mode=lse_mode) for part in (head, tail)]
+    merged, lse = merge_states([out for out, _ in shards], [lse for _, lse in shards if lse is not None], lse_mode)
+    check(case, merged, lse, lse_mode)
+
+
+def test_a9_rows_that_see_nothing(device: torch.device) -> None:
+    for form in (4, (4,)):
+        case = make_case("random", [2], q_lens=form, device=device)
+        with pytest.raises(ValueError, match="seq_lens"):
+            launch(case)
+        out, lse = launch_and_check(case, validate=False)
+        assert lse is not None
+        assert not out.view(4, -1)[:2].any() and bool((lse.view(4, -1)[:2] == -math.inf).all())
+
+
+def test_a12_no_requests_or_no_rows(device: torch.device) -> None:
+    case = make_case("random", [64, 64], device=device)
+    empty = (case.query[:0], case.kv_cache, case.block_tables[:0], case.seq_lens[:0])
+    assert decode(*empty, max_kv_len=64).shape == (0, 1, 16, 512)
+    out, lse = planned(case).run(*empty, return_lse=True)
+    assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
+    rows = (case.query[:0, 0], *case.tensors[1:])
+    for indptr in (int32(0, 0, 0, device=device), int32(0, device=device)):
+        assert decode(*rows, qo_indptr=indptr, max_seq_len_q=1, max_kv_len=64).shape == (0, 16, 512)
+
+
+# B. Page tables, page sizes, strides
+
+
+def test_b3_table_narrower_than_the_pool(device: torch.device) -> None:
+    launch_and_check(make_case("select", [150, 190], table_width=3, pool_factor=167, device=device))
+
+
+def test_b4_page_order_changes_no_bit(device: torch.device) -> None:
+    sequences = Sequences(device, count=2, length=300, pool_factor=4)
+    pages = len(sequences.tokens)
+    lengths, order = [300, 171], torch.arange(pages, device=device)
+    expected = launch(sequences.case(lengths, q_lens=2))
+    for placed in (order, order.flip(0) + 7, 2 * order + 1):
+        sequences.place(torch.full_like(sequences.kv_cache, math.nan), placed)
+        for got, want in zip(launch(sequences.case(lengths, q_lens=2)), expected, strict=True):
+            assert got is not None and want is not None and same_bits(got, want)
+
+
+def test_b4_shared_prefix_pages(device: torch.device) -> None:
+    sequences = Sequences(device, count=1, length=300, pool_factor=4)
+    case = sequences.case([300, 171], sequence=torch.zeros(2, dtype=torch.long, device=device))
+    spare = torch.ones(len(case.kv_cache), dtype=torch.bool, device=device)
+    spare[case.block_tables[0].long()] = False
+    copies = spare.nonzero().flatten()[: case.block_tables.shape[1]]
+    case.kv_cache[copies] = sequences.tokens
+    apart = replace(case, block_tables=torch.stack([case.block_tables[0], copies.int()]))
+    for shared, separate in zip(launch(case), launch(apart), strict=True):
+        assert shared is not None and separate is not None and same_bits(shared, separate)
+
+
+@pytest.mark.parametrize("page", [1, 2, 4, 8, 24, 48, 512])
+def test_b6_other_page_sizes_are_refused(page: int, device: torch.device) -> None:
+    case = make_case("uniform", [100], page_size=page, device=device)
+    for call in (lambda: decode(*case.tensors), lambda: planned(case)):
+        with pytest.raises(ValueError, match="16, 32, 64, 128, 256"):
+            call()
+
+
+def test_b7_b16_one_cache_in_pages_of_every_size(device: torch.device) -> None:
+    """A contiguous sequence is a paged one with an arange table."""
+    case = make_case("random", [1000], page_size=16, permute="identity", pool_factor=16, device=device)
+    expected, _ = launch_and_check(case)
+    for page in PAGE_SIZES:
+        table = torch.arange(-(-1000 // page), dtype=torch.int32, device=device)[None]
+        paged = replace(case, kv_cache=case.kv_cache.view(-1, page, HEAD_DIM), block_tables=table)
+        out, _ = launch_and_check(paged)
+        torch.testing.assert_close(out, expected, rtol=2**-7, atol=2e-4)
+
+
+def strided(case: Case) -> dict[str, Case]:
+    query = case.query
+    by_head = query.transpose(0, -2).contiguous().transpose(0, -2)
+    return {
+        "query lanes": replace(case, query=padded(query, -1, 64)),
+        "query heads": replace(case, query=padded(query, -2, 16)),
+        "query tokens": replace(case, query=padded(query, -3, 3)),
+        "query by head": replace(case, query=by_head),
+        "cache pages": replace(case, kv_cache=padded(case.kv_cache, 1, 16)),
+        "cache tokens": replace(case, kv_cache=padded(case.kv_cache, 2, 64)),
+        "table rows": replace(case, block_tables=padded(case.block_tables, 1, 5)),
+    }
+
+
+@pytest.mark.parametrize("q_lens", [2, (2, 0, 3, 1)], ids=str)
+def test_b10_b11_strides(q_lens: Any, device: torch.device) -> None:
+    for page in (16, 64, 256):
+        case = make_case("random", [70, 64, 257, 1], q_lens=q_lens, page_size=page, mask_type="dense", device=device)
+        expected = launch_and_check(case)
+        for name, other in strided(case).items():
+            for got, want in zip(launch(other), expected, strict=True):
+                assert got is not None and want is not None and same_bits(got, want), name
+
+
+def test_b14_metadata_of_the_wrong_type_or_place(device: torch.device) -> None:
+    case = make_case("random", [70, 64], q_lens=(1, 2), device=device)
+    wrapper = planned(case)
+    for name in ("block_tables", "seq_lens", "qo_indptr"):
+        wide = replace(case, **{name: getattr(case, name).long()})
+        with pytest.raises(TypeError, match=name):
+            wrapper.run(*wide.tensors, **wide.run())
+        if device.type == "cuda":
+            away = replace(case, **{name: getattr(case, name).cpu()})
+            with pytest.raises(ValueError, match=name):
+                wrapper.run(*away.tensors, **away.run())
+
+
+@pytest.mark.parametrize("page_id", [2**30, -1])
+def test_b15_foreign_page_in_a_live_column(page_id: int, device: torch.device) -> None:
+    case = make_case("random", [70, 64], device=device)
+    wrapper = planned(case)
+    case.block_tables[0, 1] = page_id
+    with pytest.raises(ValueError, match="block_tables"):
+        wrapper.run(*case.tensors, **case.run())
+
+
+# C. Several query tokens a request
+
+
+def test_c2_table_at_the_end_of_an_allocation(device: torch.device) -> None:
+    """A row of the table is a request, not a query token: with 3 tokens a request, a token's index leads past the table."""
+    sequences = Sequences(device, count=256, length=128, page_size=16)
+    random = torch.Generator(device).manual_seed(0)
+    lengths = torch.randint(3, 129, (256,), device=device, generator=random, dtype=torch.int32)
+    case = sequences.case(lengths, num_heads=8, q_lens=3)
+    alone = torch.full((3 << 20,), -1, dtype=torch.int32, device=device)  # 12 MiB: a block of its own in torch's allocator
+    table = alone[-case.block_tables.numel() :].view_as(case.block_tables).copy_(case.block_tables)
+    case = replace(case, block_tables=table)
+    assert sequences.agrees(*launch(case), Rows.of(case))
+
+
+def test_c3_each_row_has_its_own_bound(device: torch.device) -> None:
+    for token in range(66, 70):
+        for form in (4, (4,)):
+            launch_and_check(make_case("select", [70], q_lens=form, select=token, device=device))
+
+
+def test_c4_output_is_given_back(device: torch.device) -> None:
+    for q_lens, shape in ((3, (2, 3, 16, 512)), ((3, 1), (4, 16, 512))):
+        case = make_case("random", [70, 64], q_lens=q_lens, device=device)
+        out = poisoned(*shape, dtype=torch.bfloat16, device=device)
+        lse = poisoned(*shape[:-1], dtype=torch.float32, device=device)
+        result, result_lse = decode(*case.tensors, **case.call(out=out, lse=lse, return_lse=True))
+        assert result is out and result_lse is lse
+        check(case, out, lse)
+
+
+def test_c6_capacity_of_query_tokens(device: torch.device) -> None:
+    case = make_case("random", [70, 64], q_lens=(1, 3), device=device)
+    with pytest.raises(ValueError, match="qo_indptr"):
+        launch(replace(case, max_seq_len_q=2))
+    launch_and_check(replace(case, max_seq_len_q=8))
+
+
+def test_c7_rows_beyond_the_last_request(device: torch.device) -> None:
+    case = make_case("random", [70, 64], q_lens=(1, 3), device=device)
+    more = replace(case, query=torch.cat([case.query, torch.full_like(case.query[:2], math.nan)]))
+    fewer = replace(case, query=case.query[:-1])
+    for wrong in (more, fewer):
+        with pytest.raises(ValueError, match="qo_indptr"):
+            launch(wrong)
+    out, lse = launch(more, validate=False)
+    assert lse is not None
+    check(case, out[:4], lse[:4])
+    assert not out[4:].any() and bool((lse[4:] == -math.inf).all())
+
+
+def test_c8_indptr_without_its_end(device: torch.device) -> None:
+    case = make_case("random", [70, 64], q_lens=(1, 3), device=device)
+    assert case.qo_indptr is not None
+    with pytest.raises(ValueError, match="qo_indptr"):
+        decode(*case.tensors, qo_indptr=case.qo_indptr[:-1], max_seq_len_q=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_c9_causal_bound_of_each_request(dtype: torch.dtype, device: torch.device) -> None:
+    for kind in ("random", "uniform"):
+        launch_and_check(make_case(kind, [5, 3, 9, 8], q_lens=(1, 3, 0, 8), dtype=dtype, device=device))
+
+
+def test_c11_dense_rows_see_all(device: torch.device) -> None:
+    out, _ = launch_and_check(make_case("uniform", [3], q_lens=8, mask_type="dense", device=device))
+    assert bool((out == out[:, :1]).all())
+
+
+# E. LSE and scales
+
+
+@pytest.mark.parametrize("lse_mode, unit", [("basee", 1.0), ("base2", math.log(2))])
+def test_e1_base_of_the_lse(lse_mode: str, unit: float, device: torch.device) -> None:
+    lengths = [1, 5, 100, 257, 1000]
+    for q_lens in (1, (1,) * 5):
+        for ctas in (1, 8):
+            _, lse = launch(make_case("uniform", lengths, q_lens=q_lens, device=device), lse_mode=lse_mode, ctas=ctas)
+            assert lse is not None
+            expected = torch.tensor([math.log(n) / unit for n in lengths], device=device)
+            torch.testing.assert_close(lse.view(5, 16)[:, 3], expected, rtol=1e-6, atol=1e-5)
+
+
+def test_e8_natural_exponential(device: torch.device) -> None:
+    out, lse = launch_and_check(make_case("two", [2], device=device), lse_mode="basee")
+    assert lse is not None
+    assert float(out[0, 0, 0, 0]) == pytest.approx(-0.26894 - 0.73106 * 15 / 16, rel=2**-7)
+    assert float(lse[0, 0, 0]) == pytest.approx(1.313262, abs=1e-5)
+
+
+@pytest.mark.parametrize("ctas", [None, 1, 7])
+def test_e9_output_scale(ctas: int | None, device: torch.device) -> None:
+    case = make_case("random", [1000, 65], device=device)
+    out, lse = launch(case, ctas=ctas)
+    for factor in (0.5, 2.0):
+        scaled_out, scaled_lse = launch(replace(case, bmm2_scale=factor), ctas=ctas)
+        assert lse is not None and scaled_lse is not None
+        assert same_bits(scaled_out, out * factor) and same_bits(scaled_lse, lse)
+
+
+def test_e10_scales_are_arguments(device: torch.device) -> None:
+    case = make_case("random", [1000, 65], device=device)
+    wrapper = planned(case)
+    compiled = mla_cute.compile.compile_count()
+    for scale in (0.5, 0.25, 0.04):
+        scaled_case = replace(case, bmm1_scale=scale, bmm2_scale=1 / scale)
+        out, lse = wrapper.run(*case.tensors, **scaled_case.run(return_lse=True))
+        check(scaled_case, out, lse)
+    assert mla_cute.compile.compile_count() == compiled
+
+
+# F, G, H. Workspace, determinism, paths
+
+
+@pytest.mark.parametrize("fill", [0x00, 0xFF, 0x7F], ids=hex)
+def test_f9_workspace_needs_no_initialisation(fill: int, device: torch.device) -> None:
+    """Two plans share a workspace that is dirtied before every call (0xFF, 0x7F: NaN in every type)."""
+    cases = [make_case("random", [1000, 0, 70], device=device), make_case("random", [300], num_heads=100, device=device)]
+    workspace = torch.empty(max(workspace_bytes(case) for case in cases), dtype=torch.uint8, device=device)
+    wrappers = [planned(case, workspace_buffer=workspace) for case in cases]
+    first = [wrapper.run(*case.tensors, **case.run()) for wrapper, case in zip(wrappers, cases, strict=True)]
+    for _ in range(3):
+        for wrapper, case, expected in zip(wrappers, cases, first, strict=True):
+            workspace.fill_(fill)
+            out, lse = wrapper.run(*case.tensors, **case.run(return_lse=True))
+            check(case, out, lse)
+            assert same_bits(out, expected)
+
+
+def test_f8_workspace_that_is_too_small(device: torch.device) -> None:
+    case = make_case("random", [1000], device=device)
+    small = torch.empty(workspace_bytes(case) - 1, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match="workspace"):
+        planned(case, workspace_buffer=small)
+
+
+@pytest.mark.parametrize("ctas", [None, 7])
+def test_g8_runs_repeat_bit_for_bit(ctas: int | None, device: torch.device) -> None:
+    case = make_case("random", [5000, 0, 64, 1001, 777], q_lens=2, num_heads=40, device=device)
+    wrapper = planned(case, ctas=ctas)
+    out, lse = wrapper.run(*case.tensors, **case.run(return_lse=True))
+    for _ in range(100 if device.type == "cuda" else 3):
+        again, again_lse = wrapper.run(*case.tensors, **case.run(return_lse=True, validate=False))
+        assert same_bits(again, out) and same_bits(again_lse, lse)
+
+
+def test_g9_bound_of_the_lengths(device: torch.device) -> None:
+    """The bound may change the split, so the last bit, and nothing more."""
+    case = make_case("uniform", [256, 100, 17], table_width=2048, max_kv_len=256, device=device)
+    for bound in (256, 4096, 131_072):
+        launch_and_check(replace(case, max_kv_len=bound))
+
+
+@pytest.mark.parametrize("q_lens", [1, 3, (1, 0, 3)], ids=str)
+def test_all_paths_give_the_same_bits(q_lens: Any, device: torch.device) -> None:
+    case = make_case("random", [1000, 64, 130], q_lens=q_lens, device=device)
+    expected, expected_lse = launch_and_check(case)
+    assert expected_lse is not None
+    buffer = torch.full((workspace_bytes(case),), 0xFF, dtype=torch.uint8, device=device)
+    query, kv_cache, tables, lengths = case.tensors
+    paged = (query, kv_cache[:, None], tables, lengths)
+    given = {"out": poisoned(*expected.shape, dtype=expected.dtype, device=device)}
+    shim = {name: value for name, value in case.call().items() if name not in ("max_kv_len",)}
+    results = {
+        "one-shot": decode(*case.tensors, **case.call()),
+        "one-shot, unchecked": decode(*case.tensors, **case.call(validate=False)),
+        "one-shot, own buffers": decode(*case.tensors, **case.call(workspace_buffer=buffer, **given)).clone(),
+        "4-D cache": decode(*paged, **case.call()),
+        "wrapper": planned(case, lse_mode="none").run(*case.tensors, **case.run()),
+        "wrapper, unchecked": planned(case).run(*case.tensors, **case.run(validate=False)),
+        "wrapper, 4-D cache": planned(case).run(*paged, **case.run()),
+        "standalone": compat.prims_ts_batch_mla_decode_with_kv_cache(
+            query, kv_cache, buffer, 512, 64, tables, lengths, case.max_kv_len, **shim
+        ),
+    }
+    for name, out in results.items():
+        assert same_bits(out, expected), name
+    out, lse = decode(*case.tensors, **case.call(return_lse=True))
+    assert same_bits(out, expected) and same_bits(lse, expected_lse)
+
+
+def test_fewer_requests_than_planned(device: torch.device) -> None:
+    case = make_case("random", [1000, 64, 130, 7], q_lens=2, device=device)
+    wrapper = planned(case)
+    for live in (3, 1):
+        part = replace(case, query=case.query[:live])
+        out, lse = wrapper.run(*part.tensors, **part.run(return_lse=True))
+        part = replace(part, block_tables=case.block_tables[:live], seq_lens=case.seq_lens[:live])
+        check(part, out, lse)
+
+
+def test_h6_no_compilation_while_serving(device: torch.device, scaled: Callable[[Any, Any], Any]) -> None:
+    count = scaled(500, 20)
+    sequences = Sequences(device, count=64, length=512, page_size=16)
+    random = torch.Generator(device).manual_seed(1)
+    warm = planned(sequences.case([1] * 64))
+    compiled = mla_cute.compile.compile_count()
+    good = []
+    for batch in torch.randint(1, 65, (count,), generator=torch.Generator().manual_seed(1)).tolist():
+        lengths = torch.randint(0, 513, (batch,), device=device, generator=random, dtype=torch.int32)
+        order = torch.randint(0, 64, (batch,), device=device, generator=random)
+        case = sequences.case(lengths, sequence=order)
+        out, lse = warm.run(*case.tensors, **case.run(return_lse=True, validate=False))
+        good.append(sequences.agrees(out, lse, Rows.of(case, order)))
+        planned(case)
+    assert bool(torch.stack(good).all())
+    assert mla_cute.compile.compile_count() == compiled
+
+
+def test_h7_the_kernel_is_named(device: torch.device) -> None:
+    kernel = str(planned(make_case("random", [64], page_size=16, device=device)).kernel)
+    assert ("reference" if device.type == "cpu" else "bf16_bf16_p16") in kernel
+
+
+def test_reference_precisions_agree(device: torch.device) -> None:
+    """The oracle itself, on this device."""
+    case = make_case("random", [1000, 3], q_lens=3, device=device)
+    out, lse = reference_of(case, compute=torch.float32)
+    assert_close(out.to(torch.float16), lse, *reference_of(case))
