@@ -17,14 +17,16 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = str(VENV / "bin" / "python")
 RECIPE = ("pyproject.toml", "constraints.txt")
-WORKERS = str(min(8, os.cpu_count() or 1))  # each loads torch and the compiler: memory, not cores, is the limit
+CORES = os.cpu_count() or 1
+WORKERS = min(8, CORES)  # each loads torch and the compiler: memory, not cores, is the limit
+THREADS = {"OMP_NUM_THREADS": str(CORES // WORKERS)}  # of torch, in each worker: more of them than cores only wait
 
 LINT = [[PYTHON, "-m", "ruff", "check", "."], [PYTHON, "-m", "mypy"]]
 TASKS = {
     "venv": [],
     "example": [[PYTHON, "examples/decode_loop.py"]],
     "lint": LINT,
-    "test": [*LINT, [PYTHON, "-m", "pytest", "-n", WORKERS, "--dist", "loadgroup"]],
+    "test": [*LINT, [PYTHON, "-m", "pytest", "-n", str(WORKERS), "--dist", "loadgroup"]],
 }
 
 
@@ -38,7 +40,7 @@ def make_venv() -> None:
     print(f"making {VENV} (a few minutes: torch and the CuTe DSL are large)", flush=True)
     venv.create(VENV, clear=True, with_pip=True)
     pip = [PYTHON, "-m", "pip", "install", "--quiet", "--constraint", "constraints.txt"]
-    subprocess.run([*pip, "setuptools", "wheel"], cwd=ROOT, check=True)
+    subprocess.run([*pip, "setuptools"], cwd=ROOT, check=True)
     subprocess.run([*pip, "--no-build-isolation", "--editable", ".[dev]"], cwd=ROOT, check=True)
     # mypy reads no import hooks: this link shows it kernels/ as mla_cute.kernels, which the install makes it.
     types = VENV / "types" / "mla_cute"
@@ -62,8 +64,9 @@ def main() -> int:
             commands[-1] += sys.argv[2:]
         for command in commands:
             print("+", *(Path(command[0]).name, *command[1:]), flush=True)
-            subprocess.run(command, cwd=ROOT, check=True)
+            subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **(THREADS if task == "test" else {})})
     except subprocess.CalledProcessError as failure:
+        print(f"dev.py: status {failure.returncode} from {' '.join(map(str, failure.cmd))}", file=sys.stderr)
         return failure.returncode
     return 0
 

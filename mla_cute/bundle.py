@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mla_cute
 from mla_cute import cache, device
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def describe(arch: str, kernels: list[dict[str, str]]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "arch": arch,
-        "mla_cute": cache.version("mla_cute"),
+        "mla_cute": mla_cute.__version__,
         "sources": cache.fingerprint(),
         "versions": cache.versions(),
         "kernels": kernels,
@@ -106,8 +107,8 @@ def _differences(manifest: Mapping[str, Any]) -> list[str]:
         if here is not None and here != built:
             differences.append(f"{name}: built with {built}, here is {here}")
     if manifest["sources"] != cache.fingerprint():
-        there, here = manifest["mla_cute"], cache.version("mla_cute")
-        differences.append(f"sources: built from other kernel sources (mla_cute {there} there, {here} here)")
+        built, here = manifest["mla_cute"], mla_cute.__version__
+        differences.append(f"sources: built from other kernel sources (mla_cute {built}, here is {here})")
     return differences
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+import mla_cute
 from mla_cute import aot, dispatch
 
 ARCHES = click.Choice(sorted(dispatch.KERNELS))
@@ -20,7 +21,7 @@ JSON = click.option("--json", "json_file", type=click.File("w"), help="Write the
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="mla_cute")
+@click.version_option(mla_cute.__version__)
 def main() -> None:
     """Kernels for MLA decode (DeepSeek, Kimi) over a paged KV cache.
 
@@ -31,10 +32,11 @@ def main() -> None:
 @main.command()
 @JSON
 def info(json_file: Any) -> None:
-    """Show the GPU, the versions found, and where each kernel would come from.
+    """Show what is here, and where each kernel would come from.
 
-    Needs neither a GPU nor the CuTe DSL, and compiles nothing. "needs compilation" means that the first use of the
-    kernel takes some seconds; the result is kept in the cache folder.
+    Lists the GPU, the driver, the packages found and the shipped kernels. Needs neither a GPU nor the CuTe DSL, and
+    compiles nothing. "needs compilation" means that the first use of the kernel takes some seconds; the result is kept
+    in the cache folder.
     """
     from mla_cute.info import collect
 
@@ -53,10 +55,10 @@ def info(json_file: Any) -> None:
 @click.option("--select", metavar="PATTERN", default="*", help="Only cases whose name matches, e.g. '*heads'.")
 @JSON
 def check(device: str | None, select: str, json_file: Any) -> None:
-    """Run a table of cases on this machine and compare each with a plain fp64 formula.
+    """Compute a table of cases, and compare the answers.
 
-    On a GPU this checks the kernels (compiling those that are not there yet), without one the reference implementation.
-    Prints a line a case. Exit status 0: all passed, 1: some failed.
+    Each case is compared with a plain fp64 formula. On a GPU this checks the kernels (compiling those that are not
+    there yet), without one the reference implementation. Prints a line a case. Exit status 0: all passed, 1: not all.
     """
     import torch
 
@@ -86,7 +88,10 @@ def check(device: str | None, select: str, json_file: Any) -> None:
 
 @main.group(name="aot")
 def aot_group() -> None:
-    """Compile kernels ahead of time, for machines without the CuTe DSL or a C compiler."""
+    """Compile kernels ahead of time.
+
+    For machines without the CuTe DSL or a C compiler, and for servers that must not wait for a compiler.
+    """
 
 
 @aot_group.command(name="list")
@@ -106,7 +111,7 @@ def aot_list(arch: str | None, json_file: Any) -> None:
 @click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
 @click.option("--jobs", type=click.IntRange(1), help="Compiler processes, 1 GB each. Default: one a core, up to 4.")
 def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -> None:
-    """Compile kernels into a bundle: a folder that another machine loads as it is.
+    """Compile kernels into a folder for another machine.
 
     Needs the CuTe DSL and a C compiler, but no GPU. The other machine needs the same versions of mla_cute and
     apache-tvm-ffi, and libcute_dsl_runtime.so of the same CuTe DSL. There, name the folder in MLA_CUTE_AOT_DIR, or call

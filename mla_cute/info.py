@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 from typing import Any
 
+import mla_cute
 from mla_cute import bundle, cache, compile, device, dispatch
 
 WHEELS = ("apache-tvm-ffi", "cuda-python", "nvidia-cutlass-dsl")
@@ -22,7 +23,7 @@ def _facts() -> dict[str, str]:
 
     bundles = ", ".join(map(str, device.aot_dirs())) or "none (MLA_CUTE_AOT_DIR is unset)"
     return {
-        "mla_cute": cache.version("mla_cute") or "not installed as a package",
+        "mla_cute": mla_cute.__version__,
         "Python": platform.python_version(),
         "torch": torch.__version__,
         **{name: cache.version(name) or "not installed" for name in sorted({*WHEELS, *_cutlass_wheels()})},

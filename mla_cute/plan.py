@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mla_cute.errors import UnsupportedProblem
+from mla_cute.kernels.common.work import best_team
 from mla_cute.problem import INT32_MAX, KV_LORA_RANK, MLAProblem
 
 ALIGNMENT = 256  # bytes, of every section of the workspace
@@ -29,6 +30,14 @@ class Tiling(Protocol):
 
 
 @dataclass(frozen=True)
+class LargestTiling:
+    """Needs no less workspace than any kernel's: sizes plans where there is no GPU."""
+
+    rows: int = 64
+    tile_tokens: int = 128
+
+
+@dataclass(frozen=True)
 class Section:
     """Bytes [offset, offset + bytes) of the workspace."""
 
@@ -42,6 +51,7 @@ class Plan:
 
     num_ctas: int
     slot_rows: int
+    team: int = 1  # CTAs that take neighbouring row tiles of a request together
 
     @property
     def sections(self) -> tuple[Section, Section, Section]:
@@ -73,7 +83,7 @@ def make_plan(problem: MLAProblem, tiling: Tiling, sm_count: int) -> Plan:
             f"max_kv_len={problem.max_kv_len} make {units} tiles; at most {INT32_MAX} can be counted"
         )
     num_ctas = _forced.get() or max(1, min(units, sm_count))
-    return Plan(num_ctas, min(tiling.rows, rows))
+    return Plan(num_ctas, min(tiling.rows, rows), best_team(row_tiles, num_ctas))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Checks of a call's arguments. Each error names the argument, what is allowed and what was given.
 
-TypeError: not the kind of object that is expected. ValueError: an object of the right kind with a value that is not allowed.
+TypeError: not the kind of object that is expected. ValueError: the right kind, but a value that is not allowed.
 NotImplementedError: a sensible request that nothing here serves.
 
 Only `check_metadata` reads values that lie on the device, so only it synchronises.
@@ -12,6 +12,7 @@ import math
 import numbers
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,28 @@ from mla_cute.problem import (
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class Call(NamedTuple):
+    """The arguments of one run."""
+
+    query: Tensor
+    kv_cache: Tensor
+    block_tables: Tensor
+    seq_lens: Tensor
+    qo_indptr: Tensor | None
+    bmm1_scale: float
+    bmm2_scale: float
+    out: Tensor | None
+    lse: Tensor | None
+
+    def inputs(self) -> dict[str, Tensor]:
+        """By name, in the order of the signature."""
+        return {name: tensor for name, tensor in zip(self._fields[:5], self[:5], strict=True) if tensor is not None}
+
+    @property
+    def requests(self) -> int:
+        return self.query.shape[0] if self.qo_indptr is None else len(self.qo_indptr) - 1
 
 
 def fail(name: str, allowed: str, got: object, error: type[Exception] = ValueError) -> None:
@@ -91,16 +114,18 @@ def dtype_name(name: str, dtype: object) -> str:
 
 
 def resolve_device(name: str, device: object) -> torch.device:
-    """A device with an index, from an index, a string or a torch.device. The current CUDA device where none is named."""
+    """A device from an index, a name or a torch.device; "cuda" without an index is the current GPU."""
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(
             f"{name} must be an int, a str or a torch.device, got {device!r} of type {type(device).__name__}"
         )
+    if isinstance(device, int):
+        if not 0 <= device < 128:  # torch keeps an index in 8 bits
+            fail(name, "be the index of a GPU", device)
+        device = f"cuda:{device}"
     try:
-        resolved = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
-        if isinstance(device, int):
-            raise ValueError(f"{name} must be the index of a device, got {device}") from error
         raise TypeError(f"{name} must be the name of a device, got {device!r}") from error
     if resolved.type not in ("cuda", "cpu"):
         fail(name, "be a CUDA device or the CPU", resolved)
@@ -123,10 +148,11 @@ def check_problem(problem: MLAProblem) -> None:
         fail("page_size (dimension -2 of kv_cache)", f"be one of {', '.join(map(str, PAGE_SIZES))}", problem.page_size)
     if problem.kv_dtype != problem.q_dtype:
         raise NotImplementedError(
-            f"kv_cache must have the query's dtype, {TORCH_DTYPES[problem.q_dtype]}, got {TORCH_DTYPES[problem.kv_dtype]}"
+            f"kv_cache (kv_data_type, kv_dtype) must have the dtype of query, {TORCH_DTYPES[problem.q_dtype]}, "
+            f"got {TORCH_DTYPES[problem.kv_dtype]}"
         )
     if problem.max_kv_len > MAX_KV_LEN:
-        fail("max_kv_len", f"be at most {MAX_KV_LEN}", problem.max_kv_len, NotImplementedError)
+        fail("max_kv_len (max_seq_len)", f"be at most {MAX_KV_LEN}", problem.max_kv_len, NotImplementedError)
     check_count(
         "batch_size * max_seq_len_q * num_heads", problem.batch_size * problem.max_seq_len_q * problem.num_heads
     )
@@ -141,65 +167,72 @@ def check_count(name: str, count: int) -> None:
 # --- tensors ---
 
 
-def check_ranks(
-    query: object, kv_cache: object, block_tables: object, seq_lens: object, qo_indptr: object | None
-) -> None:
+def check_ranks(call: Call) -> None:
     """What must hold before a problem can be read off the shapes."""
-    packed = qo_indptr is not None
-    for name, tensor, ranks in (
-        ("query", query, (3,) if packed else (4,)),
-        ("kv_cache", kv_cache, (3, 4)),
-        ("block_tables", block_tables, (2,)),
-        ("seq_lens", seq_lens, (1,)),
-        ("qo_indptr", qo_indptr, (1,)),
-    ):
-        if name == "qo_indptr" and not packed:
-            continue
-        shape = _tensor(name, tensor).shape
-        if len(shape) not in ranks:
-            form = f" ({'packed' if packed else 'fixed'} form)" if name == "query" else ""
-            fail(name, f"have {' or '.join(map(str, ranks))} dimensions{form}", list(shape))
-    for name, tensor in (("block_tables", block_tables), ("seq_lens", seq_lens), ("qo_indptr", qo_indptr)):
-        if isinstance(tensor, Tensor) and tensor.dtype != torch.int32:
-            fail(name, "have dtype torch.int32", tensor.dtype, TypeError)
-    assert isinstance(query, Tensor) and isinstance(kv_cache, Tensor)
-    for name, shape in (("query", query.shape), ("kv_cache", kv_cache.shape)):
+    inputs = call.inputs()
+    for name, tensor in inputs.items():
+        _tensor(name, tensor)
+    for name in inputs.keys() - {"query", "kv_cache"}:
+        if inputs[name].dtype != torch.int32:
+            fail(name, "have dtype torch.int32", inputs[name].dtype, TypeError)
+    form, query_rank = ("fixed form", 4) if call.qo_indptr is None else ("packed form", 3)
+    ranks = {"query": (query_rank,), "kv_cache": (3, 4), "block_tables": (2,), "seq_lens": (1,), "qo_indptr": (1,)}
+    for name, tensor in inputs.items():
+        if tensor.ndim not in ranks[name]:
+            allowed = " or ".join(map(str, ranks[name])) + f" dimensions ({form})" * (name == "query")
+            fail(name, f"have {allowed}", list(tensor.shape))
+    for name in ("query", "kv_cache"):
+        shape = list(inputs[name].shape)
         if shape[-1] != HEAD_DIM:
-            fail(name, f"have {HEAD_DIM} elements in its last dimension", list(shape))
-    if 0 in query.shape[1:]:  # zero requests or packed rows are a run without work
-        fail("query", "have only positive extents", list(query.shape))
-    if 0 in kv_cache.shape or (kv_cache.ndim == 4 and kv_cache.shape[1] != 1):
-        fail(
-            "kv_cache", f"be [pages, page_size, {HEAD_DIM}] or [pages, 1, page_size, {HEAD_DIM}]", list(kv_cache.shape)
-        )
+            fail(name, f"have {HEAD_DIM} elements in its last dimension", shape)
+        if 0 in shape[1:] or (name == "kv_cache" and shape[0] == 0):  # a query without requests or rows is no error
+            fail(name, "have only positive extents", shape)
+    if call.kv_cache.ndim == 4 and call.kv_cache.shape[1] != 1:
+        fail("kv_cache", "have extent 1 in dimension 1 of 4", list(call.kv_cache.shape))
 
 
-def check_inputs(
-    problem: MLAProblem,
-    device: torch.device,
-    query: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    qo_indptr: Tensor | None,
-) -> None:
-    """Devices, dtypes, shapes and layouts of what a run reads, after check_ranks."""
-    inputs = {"query": query, "kv_cache": kv_cache, "block_tables": block_tables, "seq_lens": seq_lens}
-    if qo_indptr is not None:
-        inputs["qo_indptr"] = qo_indptr
+def find_bounds(call: Call, max_kv_len: int | None, max_seq_len_q: int | None) -> tuple[int, int | None]:
+    """Bounds that a call leaves out, from its metadata: waits for the device where there is one to find."""
+    qo_indptr = call.qo_indptr
+    if max_kv_len is None:
+        max_kv_len = max([1, *call.seq_lens[: call.requests].tolist()])
+    if max_seq_len_q is None and qo_indptr is not None:
+        max_seq_len_q = max([0, *qo_indptr.diff().tolist()])
+        if max_seq_len_q == 0:
+            raise ValueError("max_seq_len_q must be given where qo_indptr gives no request a query token, got None")
+    return max_kv_len, max_seq_len_q
+
+
+def check_run(problem: MLAProblem, device: torch.device, call: Call, workspace: Tensor | None) -> None:
+    """All of a call but values on the device, after check_ranks."""
+    check_scale("bmm1_scale", call.bmm1_scale)
+    check_scale("bmm2_scale", call.bmm2_scale)
+    _check_inputs(problem, device, call)
+    rows = call.query.shape[:-1]
+    if call.out is not None:
+        _check_output("out", call.out, (*rows, KV_LORA_RANK), TORCH_DTYPES[problem.out_dtype], device)
+    if call.lse is not None:
+        _check_output("lse", call.lse, rows, torch.float32, device)
+    if workspace is not None:
+        _tensor("workspace_buffer", workspace)
+    check_overlap(call, workspace)
+
+
+def _check_inputs(problem: MLAProblem, device: torch.device, call: Call) -> None:
+    inputs, requests = call.inputs(), call.requests
+    query, kv_cache, qo_indptr = call.query, call.kv_cache, call.qo_indptr
     for name, tensor in inputs.items():
         if tensor.device != device:
             fail(name, f"be on {device}", tensor.device)
     for name, dtype in (("query", problem.q_dtype), ("kv_cache", problem.kv_dtype)):
         if inputs[name].dtype != TORCH_DTYPES[dtype]:
             fail(name, f"have dtype {TORCH_DTYPES[dtype]}", inputs[name].dtype)
-    requests = query.shape[0] if qo_indptr is None else len(qo_indptr) - 1
     _check_query(problem, query, requests, qo_indptr)
     if kv_cache.shape[-2] != problem.page_size:
         fail("kv_cache", f"have pages of {problem.page_size} tokens (page_size)", list(kv_cache.shape))
     check_count("number of pages in kv_cache", kv_cache.shape[0])
     _check_strided("kv_cache", kv_cache)
-    _check_table(problem, block_tables, requests)
+    _check_table(problem, call.block_tables, requests)
     for name, least in (("seq_lens", requests), ("qo_indptr", requests + 1)):
         if name in inputs:
             if len(inputs[name]) < least:
@@ -243,7 +276,7 @@ def _check_table(problem: MLAProblem, block_tables: Tensor, requests: int) -> No
     _check_aligned("block_tables", block_tables, 4)
 
 
-def check_output(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+def _check_output(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
     """out or lse: compact and exactly of this shape."""
     checked = _tensor(name, tensor)
     if checked.device != device:
@@ -270,10 +303,11 @@ def check_workspace(workspace: object, least: int, device: torch.device) -> None
     _check_aligned("workspace_buffer", buffer, 32)
 
 
-def check_overlap(inputs: dict[str, Tensor | None], outputs: dict[str, Tensor | None]) -> None:
-    """No output may share memory with an input or another output; inputs may among themselves. Holes of strides count."""
-    written = [(name, _span(tensor)) for name, tensor in outputs.items() if tensor is not None]
-    read = [(name, _span(tensor)) for name, tensor in inputs.items() if tensor is not None]
+def check_overlap(call: Call, workspace: Tensor | None) -> None:
+    """Nothing written may share bytes, holes of strides included, with anything else. Inputs may among themselves."""
+    outputs = (("out", call.out), ("lse", call.lse), ("workspace_buffer", workspace))
+    written = [(name, _span(tensor)) for name, tensor in outputs if tensor is not None]
+    read = [(name, _span(tensor)) for name, tensor in call.inputs().items()]
     for index, (name, (start, end)) in enumerate(written):
         for other, (other_start, other_end) in read + written[:index]:
             if max(start, other_start) < min(end, other_end):
@@ -316,20 +350,14 @@ def _check_strided(name: str, tensor: Tensor) -> None:
 # --- values on the device ---
 
 
-def check_metadata(
-    problem: MLAProblem,
-    query: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    qo_indptr: Tensor | None,
-) -> None:
+def check_metadata(problem: MLAProblem, call: Call) -> None:
     """Lengths, offsets and the page ids in use. Copies them to the host, so it waits for the device."""
-    if qo_indptr is None:
-        q_lens = torch.full((query.shape[0],), problem.max_seq_len_q)
+    rows, pool = call.query.shape[0], call.kv_cache.shape[0]
+    if call.qo_indptr is None:
+        q_lens = torch.full((rows,), problem.max_seq_len_q)
     else:
-        q_lens = _check_offsets(problem, qo_indptr.cpu(), query.shape[0])
-    lengths = seq_lens[: len(q_lens)].cpu()
+        q_lens = _check_offsets(problem, call.qo_indptr.cpu(), rows)
+    lengths = call.seq_lens[: call.requests].cpu()
     if bad := _where(lengths < 0):
         fail(f"seq_lens[{bad[0]}]", "not be negative", int(lengths[bad]))
     if bad := _where(lengths > problem.max_kv_len):
@@ -339,10 +367,10 @@ def check_metadata(
         fail(f"seq_lens[{bad[0]}]", least, int(lengths[bad]))
     # a request without query tokens reads no page
     pages = (lengths.where(q_lens > 0, 0) + problem.page_size - 1) // problem.page_size
-    table = block_tables[: len(q_lens), : int(pages.max()) if len(pages) else 0].cpu()
+    table = call.block_tables[: call.requests, : int(pages.max()) if len(pages) else 0].cpu()
     used = torch.arange(table.shape[1]) < pages[:, None]
-    if bad := _where(used & ((table < 0) | (table >= kv_cache.shape[0]))):
-        fail(f"block_tables[{bad[0]}, {bad[1]}]", f"be a page id in 0..{kv_cache.shape[0] - 1}", int(table[bad]))
+    if bad := _where(used & ((table < 0) | (table >= pool))):
+        fail(f"block_tables[{bad[0]}, {bad[1]}]", f"be a page id in 0..{pool - 1}", int(table[bad]))
 
 
 def _check_offsets(problem: MLAProblem, offsets: Tensor, rows: int) -> Tensor:

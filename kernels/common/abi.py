@@ -24,6 +24,7 @@ ARGUMENTS = (
     "max_kv_len",  # lengths beyond it are cut
     "slot_rows",  # rows of a slot of part_out, min(config.rows, query rows of a request)
     "num_ctas",  # grid of the decode kernel
+    "team",  # CTAs that take neighbouring blocks of a request together, see work.py
     "scale_log2",  # bmm1_scale * log2(e)
     "out_scale",  # bmm2_scale
     "lse_scale",  # 1: base 2, ln(2): base e, 0: no LSE is written
@@ -59,7 +60,7 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
         vector(cutlass.Float32, 32),
         vector(cutlass.Float32, 32),
         vector(cutlass.Int32, 32),
-        *(cutlass.Int32(1) for _ in range(6)),
+        *(cutlass.Int32(1) for _ in range(7)),
         *(cutlass.Float32(1.0) for _ in range(3)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -2,12 +2,16 @@
 
 `work_device.py` is the same on the GPU, where it runs on the live lengths in every launch; tests hold the two together.
 
-A request with kv_len tokens and q_len query tokens is cut into *blocks* of `rows` query rows (token x head) and *steps* of
-`tile_tokens` KV tokens. Its blocks x steps, block by block, and all requests one after the other, form one line of steps.
-CTA k takes an even piece of that line, so the work is balanced whatever the lengths are. A piece of one block inside one CTA is
-a *segment*. A block that lies in one CTA goes straight to the output; of a block that is cut, each CTA writes a partial result
-to a slot of the workspace: slot 2k where the block began in an earlier CTA, slot 2k + 1 where it begins in CTA k. So there are
-two slots a CTA at the most, whatever the batch. CTA k names the block that begins and is cut in it in split_info[k].
+A request with kv_len tokens and q_len query tokens has *blocks* of `rows` query rows (token x head) and *steps* of `tile_tokens` KV
+tokens. CTAs work in teams: the members of a team take neighbouring blocks of a request, step by step at the same time, so that
+a KV tile comes from DRAM once and from L2 for the others. `team` blocks together are a *group*; all groups x steps of all requests,
+one after the other, form one line, and team t takes an even piece of it, so the work is balanced whatever the lengths are. Where
+cutting every group into equal parts is as good (`parts_of_group`; one part: groups stay whole), the line counts parts, not steps,
+and most CTAs have one piece less. A piece of one block inside one CTA is a *segment*.
+
+A block that lies in one CTA goes straight to the output; of a block that is cut, each CTA writes a partial result to a slot of the
+workspace: slot 2k where the block began in an earlier CTA, slot 2k + 1 where it begins in CTA k. So there are two slots a CTA at
+the most, whatever the batch. CTA k names the block that begins and is cut in it in split_info[k].
 """
 
 from __future__ import annotations
@@ -32,51 +36,89 @@ class Segment(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What combine needs of a block that is cut: rows [row, row + rows) of the output, from `parts` slots."""
+    """What combine needs of a block that is cut: rows [row, row + rows) of the output, from `parts` slots, CTAs `stride` apart."""
 
     row: int
     rows: int
     parts: int
+    stride: int
+
+    def slots(self, cta: int) -> list[int]:
+        """In the order in which combine adds them; `cta` is the one in which the block begins."""
+        return [2 * cta + 1] + [2 * (cta + i * self.stride) for i in range(1, self.parts)]
 
 
-def cta_start(total: int, ctas: int, cta: int) -> int:
-    """First step of a CTA: the first total % ctas of them take one step more than the others."""
-    each, rest = divmod(total, ctas)
-    return cta * each + min(cta, rest)
+def share(total: int, parts: int, index: int) -> int:
+    """Where part `index` of an even division begins: floor(total * index / parts), without the large product."""
+    each, rest = divmod(total, parts)
+    return index * each + index * rest // parts
 
 
-def cta_of(total: int, ctas: int, step: int) -> int:
-    """The CTA that owns a step."""
-    each, rest = divmod(total, ctas)
-    head = rest * (each + 1)
-    return step // (each + 1) if step < head else rest + (step - head) // each
+def owner_of(total: int, parts: int, item: int) -> int:
+    """The part that holds an item: the inverse of `share`."""
+    return ((item + 1) * parts - 1) // total
 
 
-def slots_of(cta: int, parts: int) -> list[int]:
-    """Slots of a block that begins in `cta` and is cut into `parts`, in the order in which combine adds them."""
-    return [2 * cta + 1] + [2 * (cta + i) for i in range(1, parts)]
+def best_team(blocks: int, ctas: int) -> int:
+    """CTAs a team for requests of `blocks` blocks: what leaves the fewest CTAs without work, with 10% in favour of sharing."""
+    sizes = range(1, min(blocks, ctas, 16) + 1)
+    return min(sizes, key=lambda size: -(-blocks // size) / (ctas // size) * (1 + 0.1 / size))
+
+
+def parts_of_group(total: int, groups: int, longest: int, teams: int, split_cost: int) -> int:
+    """Equal parts into which each group is cut, or 0: teams take even pieces of the line of steps instead.
+
+    Parts are right if no team gets more than an even share plus what a further segment costs, in steps. Cutting into more than one
+    part needs groups of one length.
+    """
+    parts = max(1, min(teams // max(groups, 1), longest))
+    if groups < 2 or (parts > 1 and total != groups * longest):  # the line of steps cuts one group evenly, too
+        return 0
+    return parts if -(-groups * parts // teams) * -(-longest // parts) <= total // teams + split_cost else 0
 
 
 def partition(
-    kv_lens: Sequence[int], q_lens: Sequence[int], num_heads: int, ctas: int, rows: int = 64, tile_tokens: int = 128
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int],
+    num_heads: int,
+    ctas: int,
+    *,
+    team: int = 1,
+    rows: int = 64,
+    tile_tokens: int = 128,
+    split_cost: int = 3,
 ) -> tuple[list[list[Segment]], list[Split | None]]:
     """Segments of every CTA, and its split_info."""
     shape = [(-(-q * num_heads // rows), -(-max(n, 0) // tile_tokens)) for n, q in zip(kv_lens, q_lens, strict=True)]
-    total = sum(blocks * steps for blocks, steps in shape)
+    alone = sum(blocks * steps for blocks, steps in shape)
+    if sum(-(-blocks // team) * team * steps for blocks, steps in shape) * 8 > alone * 9:
+        team = 1  # members without a block would waste more than an eighth
+    teams = ctas // team
+    groups = [(-(-blocks // team), steps) for blocks, steps in shape]
+    total = sum(count * steps for count, steps in groups)
+    number = sum(count for count, steps in groups if steps)
+    longest = max((steps for count, steps in groups if count), default=0)
+    parts = parts_of_group(total, number, longest, teams, split_cost)
+    line = number * parts if parts else total
+    teams = min(teams, line)  # so that none is empty between two that share a block
+
     segments: list[list[Segment]] = [[] for _ in range(ctas)]
     splits: list[Split | None] = [None] * ctas
     begin, row = 0, 0
-    for request, (blocks, steps) in enumerate(shape):
-        for block in range(blocks if steps else 0):
-            left = cta_of(total, ctas, begin)
-            right = cta_of(total, ctas, begin + steps - 1)
-            for cta in range(left, right + 1):
-                first = max(cta_start(total, ctas, cta), begin) - begin
-                last = min(cta_start(total, ctas, cta + 1), begin + steps) - begin
-                segments[cta].append(Segment(request, block, first, last, steps))
-            if right > left:
-                live = min(rows, q_lens[request] * num_heads - block * rows)
-                splits[left] = Split(row + block * rows, live, right - left + 1)
-            begin += steps
+    for request, ((count, steps), (blocks, _)) in enumerate(zip(groups, shape, strict=True)):
+        length = parts if parts else steps  # of a group on the line
+        for group in range(count if steps else 0):
+            left, right = owner_of(line, teams, begin), owner_of(line, teams, begin + length - 1)
+            for member in range(min(team, blocks - group * team)):
+                block = group * team + member
+                for t in range(left, right + 1):
+                    first = max(share(line, teams, t) - begin, 0)
+                    last = min(share(line, teams, t + 1) - begin, length)
+                    piece = Segment(request, block, share(steps, length, first), share(steps, length, last), steps)
+                    segments[t * team + member].append(piece)
+                if right > left:
+                    live = min(rows, q_lens[request] * num_heads - block * rows)
+                    splits[left * team + member] = Split(row + block * rows, live, right - left + 1, team)
+            begin += length
         row += q_lens[request] * num_heads
     return segments, splits

@@ -1,20 +1,42 @@
-"""Twin of work.py for the kernels: the same partition, from the live lengths, by every CTA for itself."""
+"""Twin of work.py for the kernels: the same partition, from the live lengths, by every CTA for itself.
+
+It runs before the first byte is loaded, and a run-time division costs about 130 cycles: those by numbers that the host knows are
+multiplications (Divisors), the others are left out where their result is plain.
+"""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
+from cutlass.cute import FastDivmodDivisorV2
+
+
+class Divisors(NamedTuple):
+    ctas: FastDivmodDivisorV2
+    team: FastDivmodDivisorV2
+    teams: FastDivmodDivisorV2  # ctas // team
+
+
+def divisors(num_ctas, team):
+    """On the host."""
+    return Divisors(*(FastDivmodDivisorV2(n) for n in (num_ctas, team, num_ctas // team)))
 
 
 class Span(NamedTuple):
-    """Steps [start, end) of `total`; the first lies in `request`, whose own steps begin at `before`."""
+    """Piece [start, end) of a line `total` long; it begins in `request`, whose own piece begins at `before`."""
 
     start: Int32
     end: Int32
     total: Int32
+    steps: Int32  # of all groups, whatever the line counts
     request: Int32
     before: Int32
+    parts: Int32  # equal parts of a group on the line; 0: it counts its steps
+    team: Int32
+    teams: Int32  # that have work
+    index: Int32  # which of them this CTA is in, and which member it is
+    member: Int32
 
 
 class Request(NamedTuple):
@@ -32,24 +54,25 @@ class Segment(NamedTuple):
     first: Int32
     last: Int32
     steps: Int32
-    begin: Int32  # the block's first step on the line
+    parts: Int32  # CTAs that share the block, if it begins and is cut in this one
 
 
 @cute.jit
-def cta_start(total: Int32, ctas: Int32, cta: Int32) -> Int32:
-    each = total // ctas
-    return cta * each + cutlass.min(cta, total - each * ctas)
+def share(total: Int32, parts: Int32, index: Int32) -> Int32:
+    each = total // parts
+    return index * each + index * (total - each * parts) // parts
 
 
 @cute.jit
-def cta_of(total: Int32, ctas: Int32, step: Int32) -> Int32:
-    each = total // ctas
-    rest = total - each * ctas
-    head = rest * (each + 1)
-    owner = step // (each + 1)
-    if step >= head:
-        owner = rest + (step - head) // cutlass.max(each, 1)
-    return owner
+def team_share(total: Int32, teams, index: Int32) -> Int32:
+    """share() by a divisor; where there are fewer items than teams, the first teams have one each."""
+    each = total // teams
+    begin = index * each + index * (total - each * teams.divisor) // teams
+    return cutlass.min(index, total) if each == 0 else begin
+
+
+def owner_of(total, parts, item):
+    return (((item + 1).to(Int64) * parts.to(Int64) - 1) // total.to(Int64)).to(Int32)
 
 
 @cute.jit
@@ -69,9 +92,34 @@ def shape_of(c, args, request):
     return (request.q_len * args.heads + c.rows - 1) // c.rows, (request.kv_len + c.tile_tokens - 1) // c.tile_tokens
 
 
-def steps_of(c, args, b):
+@cute.jit
+def groups_of(args, blocks: Int32, team: Int32) -> Int32:
+    """team is args.team or 1."""
+    groups = (blocks + (team - 1)) // args.divisors.team
+    return blocks if team == 1 else groups
+
+
+@cute.jit
+def group_length(steps: Int32, parts: Int32) -> Int32:
+    return steps if parts == 0 else parts * cutlass.min(steps, 1)
+
+
+@cute.jit
+def length_of(c: cutlass.Constexpr, args, b: Int32, parts: Int32, team: Int32) -> Int32:
+    """What a request adds to the line."""
     blocks, steps = shape_of(c, args, load_request(args, b))
-    return blocks * steps
+    return groups_of(args, blocks, team) * group_length(steps, parts)
+
+
+@cute.jit
+def parts_of_group(total: Int32, groups: Int32, longest: Int32, teams, split_cost: cutlass.Constexpr) -> Int32:
+    parts, turns, depth = Int32(1), (groups + (teams.divisor - 1)) // teams, longest
+    if (groups > 1) & (2 * groups <= teams.divisor):
+        parts = cutlass.max(1, cutlass.min(teams.divisor // groups, longest))
+        depth = (longest + parts - 1) // parts
+    fits = turns * depth <= total // teams + split_cost
+    # one group is cut by the line of steps as well as by parts
+    return parts if fits & (groups > 1) & ((parts == 1) | (total == groups * longest)) else Int32(0)
 
 
 @cute.jit
@@ -83,36 +131,69 @@ def find_span(c: cutlass.Constexpr, args, s_scan: cute.Tensor, tid: Int32, cta: 
     chunk = (args.batch + c.threads - 1) // c.threads
     low = cutlass.min(tid * chunk, args.batch)
     high = cutlass.min(low + chunk, args.batch)
-    own = Int32(0)
+    own = [Int32(0) for _ in range(4)]  # steps and groups in teams, steps and groups (blocks) without
+    longest = Int32(0)
     for b in cutlass.range(low, high, unroll=1):
-        own += steps_of(c, args, b)
-    before = own
+        blocks, steps = shape_of(c, args, load_request(args, b))
+        if (steps > 0) & (blocks > 0):
+            groups = groups_of(args, blocks, args.team)
+            own = [own[0] + groups * steps, own[1] + groups, own[2] + blocks * steps, own[3] + blocks]
+            longest = cutlass.max(longest, steps)
+    upto = [own[i] + 0 for i in range(4)]
     for e in cutlass.range_constexpr(5):
-        other = cute.arch.shuffle_sync_up(before, offset=1 << e)
-        if lane >= (1 << e):
-            before += other
+        other = [cute.arch.shuffle_sync_up(upto[i], offset=1 << e) for i in range(4)]
+        take = (lane >= (1 << e)).to(Int32)
+        upto = [upto[i] + other[i] * take for i in range(4)]
+        longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, offset=1 << e))
     if lane == 31:
-        s_scan[warp_idx] = before
+        for i in cutlass.range_constexpr(4):
+            s_scan[warp_idx, i] = upto[i]
+        s_scan[warp_idx, 4] = longest
     cute.arch.sync_threads()
-    before -= own
-    total = Int32(0)
+    before_all = [upto[i] - own[i] for i in range(4)]
+    total_all = [Int32(0) for _ in range(4)]
     for w in cutlass.range_constexpr(warps):
-        if w < warp_idx:
-            before += s_scan[w]
-        total += s_scan[w]
-    start = cta_start(total, args.num_ctas, cta)
-    end = cta_start(total, args.num_ctas, cta + 1)
-    if (start < end) & (before <= start) & (start < before + own):
+        earlier = (w < warp_idx).to(Int32)
+        for i in cutlass.range_constexpr(4):
+            v = s_scan[w, i]
+            before_all[i] = before_all[i] + v * earlier
+            total_all[i] = total_all[i] + v
+        longest = cutlass.max(longest, s_scan[w, 4])
+    team, steps, groups, teams = args.team, total_all[0], total_all[1], args.divisors.teams
+    own_steps, own_groups, before_steps, before_groups = own[0], own[1], before_all[0], before_all[1]
+    index, member = cta // args.divisors.team, cta % args.divisors.team
+    if steps.to(Int64) * (team * 8).to(Int64) > total_all[2].to(Int64) * Int64(9):
+        team, steps, groups, teams = Int32(1), total_all[2], total_all[3], args.divisors.ctas
+        own_steps, own_groups, before_steps, before_groups = own[2], own[3], before_all[2], before_all[3]
+        index, member = cta, Int32(0)
+    parts = parts_of_group(steps, groups, longest, teams, c.split_cost)
+    total, mine, before = steps, own_steps, before_steps
+    if parts > 0:
+        total, mine, before = groups * parts, own_groups * parts, before_groups * parts
+    start = team_share(total, teams, index)
+    end = team_share(total, teams, index + 1) if index < teams.divisor else start
+    if (start < end) & (before <= start) & (start < before + mine):
         b = low
-        steps = steps_of(c, args, b)
-        while before + steps <= start:
-            before += steps
+        length = length_of(c, args, b, parts, team)
+        while before + length <= start:
+            before += length
             b += 1
-            steps = steps_of(c, args, b)
-        s_scan[warps] = b
-        s_scan[warps + 1] = before
+            length = length_of(c, args, b, parts, team)
+        s_scan[warps, 0], s_scan[warps, 1] = b, before
     cute.arch.sync_threads()
-    return Span(start, end, total, s_scan[warps], s_scan[warps + 1])
+    return Span(
+        start,
+        end,
+        total,
+        steps,
+        s_scan[warps, 0],
+        s_scan[warps, 1],
+        parts,
+        team,
+        cutlass.min(teams.divisor, total),
+        index,
+        member,
+    )
 
 
 @cute.jit
@@ -123,18 +204,32 @@ def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state)
     later = load_request(args, b + 1)  # fetched one request ahead: the loop never waits for a length
     while pos < span.end:
         blocks, steps = shape_of(c, args, now)
-        while pos - before >= blocks * steps:
-            before += blocks * steps
+        groups, length = groups_of(args, blocks, span.team), group_length(steps, span.parts)
+        while pos - before >= groups * length:
+            before += groups * length
             b += 1
             now = later
             later = load_request(args, b + 1)
             blocks, steps = shape_of(c, args, now)
-        block = (pos - before) // steps
-        begin = before + block * steps
+            groups, length = groups_of(args, blocks, span.team), group_length(steps, span.parts)
+        group = Int32(0)
+        if groups > 1:
+            group = (pos - before) // length
+        begin = before + group * length
         first = pos - begin
-        last = cutlass.min(steps, span.end - begin)
-        state = body(Segment(b, now.kv_len, now.q_first, now.q_len, block, first, last, steps, begin), state)
+        last = cutlass.min(length, span.end - begin)
         pos += last - first
+        cuts = Int32(0)
+        if (first == 0) & (last < length):
+            cuts = owner_of(span.total, span.teams, begin + length - 1) - span.index + 1
+        if span.parts > 0:
+            if span.parts == 1:
+                last = steps
+            else:
+                first, last = share(steps, length, first), share(steps, length, last)
+        block = group * span.team + span.member
+        if block < blocks:
+            state = body(Segment(b, now.kv_len, now.q_first, now.q_len, block, first, last, steps, cuts), state)
     return state
 
 

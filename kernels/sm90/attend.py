@@ -57,7 +57,9 @@ def factor(old, new, scale):
 def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, span, tid):
     """One math warpgroup, w = 0 (left) or 1 (right); tid counts from 0 in it."""
     qk, pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
-    store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), c.dtype), mmas.qk).get_slice(tid)
+    store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), c.dtype), mmas.qk).get_slice(
+        tid
+    )
     scores = cute.make_rmem_tensor(mmas.qk.partition_shape_C((c.rows, c.tile)), Float32)
     own_p = cute.make_rmem_tensor(mmas.pv_own.partition_shape_A((c.rows, c.tile)), c.dtype)
     row = (tid // 32) * 16 + (tid % 32) // 4
@@ -82,11 +84,11 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, s
         limit=cute.make_rmem_tensor((2,), Int32),
         slack=cutlass.min(Float32(c.lazy) / args.scale_log2, Float32(1e30)),  # finite: -inf + slack stays -inf
     )
-    work.walk(c, args, span, partial(attend_segment, c, w, me, mmas, smem, bars, args, span.total), (Int32(0), Int32(0)))
+    work.walk(c, args, span, partial(attend_segment, c, w, me, mmas, smem, bars, args, span.team), (Int32(0), Int32(0)))
 
 
 @cute.jit
-def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, total, seg, state):
+def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, team, seg, state):
     phase, query_phase = state
     masked, _ = work.visible(c, args, seg)  # tokens that every row sees: tiles beyond are masked
     hidden = (seg.q_len - 1) * args.causal
@@ -129,17 +131,17 @@ def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, b
         for step in cutlass.range(seg.first, end, unroll=1):
             right_half(c, w, me, mmas, smem, bars, args, seg, masked, step, phase, step == end - 1)
             phase ^= 1
-    finish(c, w, me, smem, args, total, seg)
+    finish(c, w, me, smem, args, team, seg)
     return phase, query_phase ^ 1
 
 
 @cute.jit
 def left_half(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, seg, masked, step, phase):
     """Scores of tile a at hand: softmax, O_L += P_a V_a, then issue O_L += P_b V_b."""
+    clear_dead(c, w, me, smem, seg, 2 * step, 0)  # not behind the softmax: ptxas would compute P twice
     moved = softmax(c, w, me, smem, args, masked, 2 * step)
     publish(c, w, me, bars.p_full)
     rescale(me, moved)
-    clear_dead(c, w, me, smem, seg, 2 * step, 0)
     warpgroup.fence()
     issue(mmas.pv_own, me.out, me.own_p, me.value[None, None, None, 0])
     warpgroup.commit_group()
@@ -154,7 +156,9 @@ def left_half(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, 
 
 
 @cute.jit
-def right_half(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, seg, masked, step, phase, is_last):
+def right_half(
+    c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, seg, masked, step, phase, is_last
+):
     """Scores of tile b, O_R += P_a V_a behind them, softmax of b, O_R += P_b V_b."""
     issue_scores(c, w, me, mmas, bars, phase, 0, 9)
     warpgroup.commit_group()
@@ -169,12 +173,12 @@ def right_half(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars,
     warpgroup.wait_group(1)
     if is_last:  # the query rows are read no more: the next block's may come
         arrive(bars.query_empty)
+    clear_dead(c, w, me, smem, seg, 2 * step + 1, 2)
     moved = softmax(c, w, me, smem, args, masked, 2 * step + 1)
     publish(c, w, me, bars.p_full + 1)
     warpgroup.wait_group(0)
     arrive(bars.half_empty + 1, bars.rope_empty)
     rescale(me, moved)
-    clear_dead(c, w, me, smem, seg, 2 * step + 1, 2)
     warpgroup.fence()
     issue(mmas.pv_own, me.out, me.own_p, me.value[None, None, None, 2])
     warpgroup.commit_group()

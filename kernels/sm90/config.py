@@ -43,6 +43,7 @@ class DecodeConfig:
     head_dim: ClassVar[int] = 576
     latent: ClassVar[int] = 512
     half: ClassVar[int] = 256  # latent columns a consumer warpgroup owns
+    split_cost: ClassVar[int] = 3  # steps that a cut block costs its CTAs: see common/work.py
     half_slots: ClassVar[int] = 4  # two tiles, each as two halves
     rope_slots: ClassVar[int] = 2
     threads: ClassVar[int] = 384  # warpgroup 0: KV warp, three query warps; warpgroups 1, 2: math
@@ -73,7 +74,9 @@ def refuse(problem: MLAProblem) -> str | None:
     if problem.out_dtype not in DTYPES:
         return f"output dtype {problem.out_dtype} is not one of {', '.join(DTYPES)}"
     if problem.batch_invariant:
-        return "batch_invariant=True needs a split that depends on one request alone, which this kernel does not have yet"
+        return (
+            "batch_invariant=True needs a split that depends on one request alone, which this kernel does not have yet"
+        )
     return None
 
 

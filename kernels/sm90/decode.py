@@ -24,7 +24,7 @@ from ..common.bundle import bundle
 from .attend import attend
 from .config import DecodeConfig
 from .layouts import CHUNK, DTYPES, cache_view, slot_layout, swizzled, tiled_mma
-from .load import fill_empty, load_kv, load_query
+from .load import fill_empty, load_kv, load_query, prefetch_table
 
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 
@@ -54,6 +54,7 @@ class Decode:
         max_kv_len: Int32,
         slot_rows: Int32,
         num_ctas: Int32,
+        team: Int32,
         scale_log2: Float32,
         out_scale: Float32,
         lse_scale: Float32,
@@ -87,6 +88,8 @@ class Decode:
             kv_cache.shape[1],
             slot_rows,
             num_ctas,
+            team,
+            work.divisors(num_ctas, team),
             scale_log2,
             out_scale,
             lse_scale,
@@ -107,7 +110,7 @@ class Decode:
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=PER_SM,
+            min_blocks_per_mp=2,
             preferred_smem_carveout=25,
         )
 
@@ -134,6 +137,8 @@ class Decode:
         page_size: Int32,
         slot_rows: Int32,
         num_ctas: Int32,
+        team: Int32,
+        divisors: work.Divisors,
         scale_log2: Float32,
         out_scale: Float32,
         lse_scale: Float32,
@@ -149,10 +154,8 @@ class Decode:
         cta, _, _ = cute.arch.block_idx()
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
-        bars = bundle(
-            **{name: allocator.allocate_array(Int64, count) for name, count in barrier_counts(c).items()}
-        )
-        s_scan = allocator.allocate_tensor(Int32, cute.make_layout((c.threads // 32 + 2,)), byte_alignment=16)
+        bars = bundle(**{name: allocator.allocate_array(Int64, count) for name, count in barrier_counts(c).items()})
+        s_scan = allocator.allocate_tensor(Int32, cute.make_layout((c.threads // 32 + 1, 5)), byte_alignment=16)
         smem = bundle(
             ref=allocator.allocate_tensor(Float32, cute.make_layout((c.rows,)), byte_alignment=16),
             sum=allocator.allocate_tensor(Float32, cute.make_layout((c.rows, 2)), byte_alignment=16),
@@ -167,6 +170,7 @@ class Decode:
             cpasync.prefetch_descriptor(tma_rope)
         if tid == 128:
             split_info[4 * cta + 2] = Int32(0)  # no block is cut yet; the same thread says otherwise later
+        prefetch_table(c, block_tables, batch, cta, tid)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_launch_dependents()
         width = page_size // c.page_rows - 1
@@ -189,6 +193,8 @@ class Decode:
             page_shift=cute.arch.popc(width),
             slot_rows=slot_rows,
             num_ctas=num_ctas,
+            team=team,
+            divisors=divisors,
             cta=cta,
             scale_log2=scale_log2,
             out_scale=out_scale,
@@ -201,7 +207,7 @@ class Decode:
             if span.start < span.end:
                 if warp_idx == 0:
                     tma = bundle(half=tma_half, m_half=m_half, rope=tma_rope, m_rope=m_rope)
-                    few = span.total < c.evict_first_steps
+                    few = span.steps < c.evict_first_steps
                     policy = Int64(EVICT_FIRST) if few else Int64(EVICT_NORMAL)
                     load_kv(c, tma, smem, bars, args, span, policy)
                 else:

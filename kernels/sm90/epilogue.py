@@ -10,7 +10,7 @@ from .config import Barrier
 
 
 @cute.jit
-def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, total, seg):
+def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg):
     """Both warpgroups call it with their columns of O; it ends with a barrier of the two."""
     for r in cutlass.range_constexpr(2):
         v = me.total[r]
@@ -23,37 +23,43 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, total, se
     live = work.live_rows(c, args, seg)
     row = work.first_row(c, args, seg)
     if seg.last - seg.first < seg.steps:
-        store_partial(c, w, me, smem, args, total, seg, live, row)
+        store_partial(c, w, me, smem, args, team, seg, live, row)
     else:
         store_output(c, w, me, smem, args, live, row)
     cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=256)  # sums may be overwritten
 
 
 @cute.jit
-def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, total, seg, live, row):
+def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, live, row):
     """O and its row statistics (reference in log2 units, sum) as they are. The CTA in which the block begins tells combine."""
     slot = 2 * args.cta
     if seg.first == 0:
         slot += 1
         if (w == 0) & (me.tid == 0):
-            parts = work.cta_of(total, args.num_ctas, seg.begin + seg.steps - 1) - args.cta + 1
-            for i, v in enumerate((row, live, parts)):
+            for i, v in enumerate((row, live, seg.parts, team)):
                 args.split_info[4 * args.cta + i] = v
-    pair = cute.make_rmem_tensor((2,), Float32)
+    lane, odd = me.tid % 4, (me.tid % 2) != 0
+    stat = cute.make_rmem_tensor((2,), Float32)
+    four = cute.make_rmem_tensor((4,), Float32)
     for r in cutlass.range_constexpr(2):
         mine = me.row + 8 * r
-        if mine < live:
-            at = slot * args.slot_rows + mine
-            if const_expr(w == 0):
-                if me.tid % 4 == 0:
-                    pair[0] = me.ref[r] * args.scale_log2
-                    pair[1] = me.total[r] + smem.sum[mine, 1]
-                    cute.autovec_copy(pair, cute.local_tile(args.part_stat, (2,), (at,)))
-            line = args.part_out.iterator + at.to(cutlass.Int64) * c.latent + (w * c.half + (me.tid % 4) * 2)
-            for k in cutlass.range_constexpr(c.half // 8):
-                for v in cutlass.range_constexpr(2):
-                    pair[v] = me.out[(v, r, k), 0, 0]
-                cute.autovec_copy(pair, cute.make_tensor((line + 8 * k).align(8), cute.make_layout(2)))
+        at = slot * args.slot_rows + mine
+        if const_expr(w == 0):
+            if (lane == 0) & (mine < live):
+                stat[0] = me.ref[r] * args.scale_log2
+                stat[1] = me.total[r] + smem.sum[mine, 1]
+                cute.autovec_copy(stat, cute.local_tile(args.part_stat, (2,), (at,)))
+        # an even lane takes 4 columns of group k, its neighbour the same 4 of group k + 1: one 16-byte store
+        column = w * c.half + (lane // 2) * 4 + (lane % 2) * 8
+        line = args.part_out.iterator + at.to(cutlass.Int64) * c.latent + column
+        for k in cutlass.range_constexpr(0, c.half // 8, 2):
+            for v in cutlass.range_constexpr(2):
+                even, other = me.out[(v, r, k), 0, 0], me.out[(v, r, k + 1), 0, 0]
+                got = cute.arch.shuffle_sync_bfly(even if odd else other, offset=1)
+                four[v] = got if odd else even
+                four[2 + v] = other if odd else got
+            if mine < live:
+                cute.autovec_copy(four, cute.make_tensor((line + 8 * k).align(16), cute.make_layout(4)))
 
 
 @cute.jit

@@ -15,6 +15,17 @@ WORD = 16  # bytes of one asynchronous copy and of one store
 
 
 @cute.jit
+def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
+    """Ask L2 for a small table at once: page ids are wanted one memory latency later, when the lengths are known."""
+    width = block_tables.shape[1]
+    at = (cta * c.threads + tid) * 32  # a 128-byte line a thread
+    if (at < batch * width) & (batch * width <= 65536):
+        row = at // width
+        line = block_tables.iterator.toint() + (row.to(Int64) * block_tables.stride[0] + (at - row * width)) * 4
+        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[line])
+
+
+@cute.jit
 def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, span, policy):
     """The KV warp: for each pair of tiles a, b the halves L_a, R_a, rope_a, R_b, L_b, rope_b, each as soon as its slot is free."""
     g_half = cute.local_tile(tma.m_half, (8, CHUNK, c.half // CHUNK, c.page_rows // 8), (0, 0, None, None, None))
@@ -108,21 +119,19 @@ def query_segment(c: cutlass.Constexpr, smem, bars, args, tid, seg, phase):
     warp_idx, lane = tid // LANES, tid % LANES
     words = c.head_dim * 2 // WORD
     live = work.live_rows(c, args, seg)
-    query = args.query
-    source = query.iterator.toint()
-    batch = seg.request
-    if args.seq_len_q == 0:
-        batch = Int32(0)
-    source += batch.to(Int64) * query.stride[0] * 2
-    target = smem.query.iterator.toint()
+    query, target = args.query, smem.query.iterator.toint()
+    batch = Int32(0) if args.seq_len_q == 0 else seg.request
+    # lane l finds the address of the warp's l-th row
+    flat = seg.block * c.rows + cutlass.min(warp_idx + lane * c.query_warps, live - 1)
+    token = flat // args.heads
+    head = flat - token * args.heads
+    line = batch.to(Int64) * query.stride[0] + (seg.q_first + token).to(Int64) * query.stride[1]
+    line = query.iterator.toint() + (line + head.to(Int64) * query.stride[2]) * 2
     cute.arch.mbarrier_wait(bars.query_empty, phase)
-    for row in cutlass.range(warp_idx, c.rows, c.query_warps, unroll=1):
-        flat = seg.block * c.rows + cutlass.min(row, live - 1)
-        token = flat // args.heads
-        head = flat - token * args.heads
-        token += seg.q_first
-        line = source + (token.to(Int64) * query.stride[1] + head.to(Int64) * query.stride[2]) * 2
-        size = (row < live).to(Int32) * WORD
+    for i in cutlass.range((c.rows - warp_idx + c.query_warps - 1) // c.query_warps, unroll=1):
+        row = warp_idx + i * c.query_warps
+        source = cute.arch.shuffle_sync(line, i)
+        size = (row < live).to(Int32) * WORD  # 0: the copy writes zeros
         for k in cutlass.range_constexpr((words + LANES - 1) // LANES):
             x = lane + k * LANES
             if x < words:
@@ -130,7 +139,7 @@ def query_segment(c: cutlass.Constexpr, smem, bars, args, tid, seg, phase):
                 offset = chunk * (c.rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + (piece ^ (row % 8)) * WORD
                 cute.arch.inline_ptx(
                     "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-                    read_only_args=[target + offset, line + x.to(Int64) * WORD, size],
+                    read_only_args=[target + offset, source + x.to(Int64) * WORD, size],
                 )
     cute.arch.inline_ptx("cp.async.wait_all;")
     cute.arch.fence_proxy("async.shared", space="cta")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mla_cute import cache
+import mla_cute
 from mla_cute.api import BatchMLADecodePagedTSWrapper
 from mla_cute.bench.cases import BenchCase
 from mla_cute.bench.timing import Rates, measure_rates, median_seconds
@@ -99,7 +99,7 @@ def as_data(measurements: Iterable[Measurement], rates: Rates, device: torch.dev
     return {
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "mla_cute": cache.version("mla_cute"),
+        "mla_cute": mla_cute.__version__,
         "page_size": PAGE_SIZE,
         "copy": rates.copy,
         "gemm": rates.gemm,

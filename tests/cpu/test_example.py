@@ -21,7 +21,7 @@ SMALL = ("--steps", "100", "--batch", "3", "--heads", "4", "--page-size", "16", 
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"))],
 )
 def test_runs_and_agrees(device: str) -> None:
-    command = [sys.executable, EXAMPLE, "--device", device, *SMALL]
+    command = [sys.executable, str(EXAMPLE), "--device", device, *SMALL]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"= \d+ tokens/s", run.stdout)

@@ -1,7 +1,7 @@
 """Options, fixtures and safety nets of the GPU suite.
 
-    pytest tests/gpu                      on a GPU; without one every test skips
-    pytest tests/gpu --mla-device cpu     the same cases through the reference, with small sizes: checks the tests themselves
+pytest tests/gpu                    on a GPU; without one every test skips
+pytest tests/gpu --mla-device cpu   the same cases through the reference, at small sizes: a test of the tests
 """
 
 from __future__ import annotations
@@ -10,37 +10,37 @@ import faulthandler
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import pytest
 import torch
 
 HERE = Path(__file__).parent
-HANG_SECONDS = 150  # no test takes a third of it; a hung kernel would otherwise hold the machine for its whole lease
-T = TypeVar("T")
+HANG_SECONDS = 150  # far above any test; a hung kernel would otherwise hold the machine for ever
+STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--mla-device", choices=("cuda", "cpu"), default="cuda", help="where tests/gpu runs (default: cuda)")
+    parser.addoption("--mla-device", choices=("cuda", "cpu"), default="cuda", help="where tests/gpu runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cuda: about CUDA itself (graphs, streams, synchronisation), not runnable on a CPU")
-    config.addinivalue_line("markers", "big: allocates more than 4 GiB of GPU memory; runs last")
-    global _stderr
-    _stderr = os.dup(2)  # before pytest captures it
+    config.addinivalue_line("markers", "cuda: about CUDA itself (graphs, streams, synchronisation)")
+    config.addinivalue_line("markers", "big: gigabytes of GPU memory; runs last")
+    config.stash[STDERR] = os.dup(2)  # the one that pytest does not capture
 
 
 def _device_name(config: pytest.Config) -> str:
-    return config.getoption("--mla-device", default="cuda")  # the default serves runs that load this file late
+    return str(config.getoption("--mla-device", default="cuda"))  # the default serves runs that load this file late
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    ours = [item for item in items if item.path.is_relative_to(HERE)]
+    ours = {item for item in items if item.path.is_relative_to(HERE)}
     on_cpu = _device_name(config) == "cpu"
     for item in ours:
+        item.add_marker(pytest.mark.xdist_group("gpu"))  # one worker: they share the GPU's memory
         if not on_cpu and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no CUDA GPU (--mla-device cpu runs the cases through the reference)"))
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
         elif on_cpu and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="about CUDA itself: graphs, streams or synchronisation"))
     items.sort(key=lambda item: item in ours and item.get_closest_marker("big") is not None)
@@ -48,23 +48,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    name = _device_name(request.config)
-    return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device("cpu")
+    on_cpu = _device_name(request.config) == "cpu"
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 @pytest.fixture(scope="session")
-def scaled(device: torch.device) -> Callable[[T, T], T]:
-    """scaled(on_gpu, on_cpu): the size a test uses."""
+def scaled(device: torch.device) -> Callable[[Any, Any], Any]:
+    """scaled(on_gpu, on_cpu): the size to use."""
     return lambda on_gpu, on_cpu: on_gpu if device.type == "cuda" else on_cpu
 
 
 @pytest.fixture(autouse=True)
 def _safety_net(request: pytest.FixtureRequest, device: torch.device) -> Iterator[None]:
-    """End the run when a kernel hangs or the CUDA context is lost: every later test would fail for the same cause."""
+    """End the run when a kernel hangs or the CUDA context is lost: every later test would fail of the same cause."""
     if device.type != "cuda":
         yield
         return
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=_stderr)
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=request.config.stash[STDERR])
     yield
     try:
         torch.cuda.synchronize(device)

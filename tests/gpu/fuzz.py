@@ -1,17 +1,18 @@
 """Random launches, each checked by a closed form on the device: python -m gpu.fuzz cuda 2000 (from tests/).
 
-A kernel whose warps disagree on whether a tile has work hangs, so a test runs this as a child process with a time limit.
+A kernel whose warps disagree on whether a tile has work hangs, so a test runs this as a child with a time limit.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from mla_cute import BatchMLADecodePagedTSWrapper
 from mla_cute.problem import MASKS
 from mla_cute.testing import Case
 
@@ -29,7 +30,7 @@ class Fuzz:
             Sequences(device, count=batch, length=length, page_size=page, dtype=dtype, picks=(0, 63, 64, length - 1))
             for page, dtype in ((16, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16))
         ]
-        self.wrappers: dict[tuple[object, ...], BatchMLADecodePagedTSWrapper] = {}
+        self.wrappers: dict[tuple[object, ...], Any] = {}
 
     def lengths(self, batch: int) -> list[int]:
         """A mixture: most launches have short, long and empty requests side by side."""
@@ -45,11 +46,9 @@ class Fuzz:
         deltas = [self.random.choice((0, 1, 2, 5)) for _ in lengths]
         indptr = torch.tensor([0, *deltas], device=sequences.device).cumsum(0, dtype=torch.int32)
         total = sum(deltas) + self.random.choice((0, 0, 3))  # rows past the last request too
-        return sequences.case(
-            lengths, q_lens=indptr, total_q=total, max_seq_len_q=5, picking=picking, mask_type=mask
-        )
+        return sequences.case(lengths, q_lens=indptr, total_q=total, max_seq_len_q=5, picking=picking, mask_type=mask)
 
-    def wrapper(self, case: Case, ctas: int | None) -> BatchMLADecodePagedTSWrapper:
+    def wrapper(self, case: Case, ctas: int | None) -> Any:
         key = (ctas, case.kv_cache.shape[1], case.qo_indptr is None, case.max_seq_len_q, case.mask_type)
         if key not in self.wrappers:
             full = replace(case, seq_lens=torch.empty(self.batch, dtype=torch.int32, device=case.query.device))
@@ -66,6 +65,7 @@ class Fuzz:
 
 
 def main() -> int:
+    faulthandler.dump_traceback_later(110, exit=True)
     device, launches = torch.device(sys.argv[1]), int(sys.argv[2])
     fuzz = Fuzz(device, *((300, 1500) if device.type == "cuda" else (7, 200)))
     for first in range(0, launches, REPORT):

@@ -37,9 +37,7 @@ def unchanged(*tensors: Tensor | None) -> Iterator[None]:
         assert same_bits(tensor, before), f"an input of shape {tuple(tensor.shape)} was modified"
 
 
-def planned(
-    case: Case, *, ctas: int | None = None, lse_mode: str = "base2", **arguments: Any
-) -> mla_cute.BatchMLADecodePagedTSWrapper:
+def planned(case: Case, *, ctas: int | None = None, lse_mode: str = "base2", **arguments: Any) -> Any:
     """A wrapper planned for the case. ctas: the number of CTAs, so of splits; None leaves it to the planner."""
     wrapper = mla_cute.BatchMLADecodePagedTSWrapper()
     with forced_ctas(ctas):
@@ -48,13 +46,18 @@ def planned(
 
 
 def workspace_bytes(case: Case, *, ctas: int | None = None, **arguments: Any) -> int:
-    renamed = {"q_data_type": "q_dtype", "kv_data_type": "kv_dtype", "o_data_type": "out_dtype"}
+    renamed = {
+        "max_kv_len": "max_seq_len",
+        "q_data_type": "q_dtype",
+        "kv_data_type": "kv_dtype",
+        "o_data_type": "out_dtype",
+    }
     plan = case.plan(**arguments)
     sizes = {renamed.get(name, name): value for name, value in plan.items() if name != "packed_query"}
     if not case.query.is_cuda:
         sizes["device"] = None
     with forced_ctas(ctas):
-        return mla_cute.get_batch_mla_decode_workspace_size(**sizes)
+        return int(mla_cute.get_batch_mla_decode_workspace_size(**sizes))
 
 
 def launch(
@@ -91,7 +94,9 @@ def check(case: Case, out: Tensor, lse: Tensor | None, lse_mode: str = "base2") 
     unit = lse_mode if lse is not None else "basee"
     ref_out, ref_lse = expected_of(case, unit)
     if case.out_value is None:
-        assert_close(out, lse, ref_out, ref_lse, lse_mode=unit)
+        # softmax weights are rounded to the input's type: a finer output cannot be more exact (bf16 to fp16: 1.3e-3)
+        coarser = torch.bfloat16 if torch.bfloat16 in (case.query.dtype, out.dtype) else out.dtype
+        assert_close(out, lse, ref_out, ref_lse, coarser, unit)
         return
     assert_exact(out, ref_out)
     if lse is not None:

@@ -1,9 +1,10 @@
-"""Sequences whose attention has a closed form for every visible prefix, so that thousands of launches are checked on the device.
+"""Sequences whose attention has a closed form for every visible prefix: thousands of launches checked on the device.
 
-Values live in the latent lanes, scores in the RoPE lanes alone. Token t of sequence s holds `value * COLUMNS`, value random in
-[-1, 1), and in the last RoPE lane an integer k in 0..3. At a scale of ln 2 the query that is 1 in that lane gives the token
-weight 2**k, exact in 16 bits: the answer is a quotient of two prefix sums. Token picks[j] holds 1 in RoPE lane j besides: head h
-of the picking query is 192 in lane h % len(picks), which returns the value of that token alone where the row sees it.
+Values live in the latent lanes, scores in the RoPE lanes alone. Token t of sequence s holds `value * COLUMNS`, value
+random in [-1, 1), and in the last RoPE lane an integer k in 0..3. At a scale of ln 2 the query that is 1 in that lane
+gives the token weight 2**k, exact in 16 bits: the answer is a quotient of two prefix sums. Token picks[j] holds 1 in
+RoPE lane j besides: head h of the picking query is 192 in lane h % len(picks), which returns that token where the row
+sees it.
 
 `mla_cute.testing` has the cases that are built once and checked once; these here are for lengths that change.
 """
@@ -21,7 +22,7 @@ from mla_cute.problem import HEAD_DIM, KV_LORA_RANK
 from mla_cute.testing import Case
 
 SCALE = math.log(2)  # bmm1_scale of every case here: scores count in base 2
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # a unit in the last place
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # half a unit in the last place
 # signs and powers of two without a period of 64 or 128 columns: a displaced block of columns is seen
 COLUMNS = tuple((-1.0) ** (c * c // 7 % 2) * 2.0 ** -(c % 5 % 3) for c in range(KV_LORA_RANK))
 
@@ -35,7 +36,10 @@ class Rows:
 
     @staticmethod
     def of(case: Case, sequence: Tensor | None = None) -> Rows:
-        """Rows of the case as its metadata stand now, without a synchronisation. sequence: of each request, if not its index."""
+        """Rows of the case as its metadata stand now, without a synchronisation.
+
+        sequence: of each request (None: its index).
+        """
         lengths, device = case.seq_lens.long(), case.seq_lens.device
         row = torch.arange(case.query.shape[:-2].numel(), device=device)
         if case.qo_indptr is None:
@@ -50,7 +54,7 @@ class Rows:
 
 
 class Sequences:
-    """`count` sequences of `length` tokens, pages permuted in a pool `pool_factor` times larger that holds NaN elsewhere."""
+    """`count` sequences of `length` tokens, pages permuted in a pool `pool_factor` times larger; NaN elsewhere."""
 
     def __init__(
         self,
@@ -104,13 +108,12 @@ class Sequences:
         sequence: Tensor | None = None,
         max_seq_len_q: int = 1,
     ) -> Case:
-        """q_lens: the query tokens of every request, or qo_indptr of a packed query of total_q rows and this max_seq_len_q.
+        """q_lens: query tokens of every request, or the qo_indptr of a packed query of total_q rows and max_seq_len_q.
 
-        sequence: of each request; several requests may share one.
+        sequence: of each request (None: its index); several requests may share one.
         """
         if not isinstance(seq_lens, Tensor):
             seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=self.device)
-        packed = isinstance(q_lens, Tensor)
         rows = (total_q,) if isinstance(q_lens, Tensor) else (len(seq_lens), q_lens)
         query = torch.zeros(*rows, num_heads, HEAD_DIM, device=self.device, dtype=self.dtype)
         if picking:
@@ -124,7 +127,7 @@ class Sequences:
             block_tables=self.block_tables[: len(seq_lens)] if sequence is None else self.block_tables[sequence],
             seq_lens=seq_lens,
             qo_indptr=q_lens if isinstance(q_lens, Tensor) else None,
-            max_seq_len_q=max_seq_len_q if packed else rows[1],
+            max_seq_len_q=q_lens if isinstance(q_lens, int) else max_seq_len_q,
             max_kv_len=self.block_tables.shape[1] * self.kv_cache.shape[-2],
             mask_type=mask_type,
             bmm1_scale=SCALE,

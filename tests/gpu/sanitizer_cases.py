@@ -1,11 +1,12 @@
 """Small launches for a memory checker: compute-sanitizer python -m gpu.sanitizer_cases cuda (from tests/).
 
-Data are made and compared on the CPU, so that few kernels besides ours run under the checker. The caching allocator must be
-off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): only then has each tensor an end that the checker knows.
+Data are made and compared on the CPU, so that few kernels besides ours run under the checker. The caching allocator
+must be off (PYTORCH_NO_CUDA_MEMORY_CACHING=1): only then has each tensor an end that the checker knows.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from dataclasses import fields, replace
 from typing import Any
@@ -29,11 +30,13 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
 
 
 def moved(case: Case, device: torch.device) -> Case:
-    tensors = {f.name: getattr(case, f.name) for f in fields(case)}
-    return replace(case, **{name: t.to(device) for name, t in tensors.items() if isinstance(t, torch.Tensor)})
+    values: dict[str, Any] = {field.name: getattr(case, field.name) for field in fields(case)}
+    tensors: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, torch.Tensor)}
+    return replace(case, **tensors)
 
 
 def main() -> int:
+    faulthandler.dump_traceback_later(130, exit=True)  # killing the checker alone would leave this process behind
     device = torch.device(sys.argv[1])
     for name, (case, options) in CASES.items():
         there = moved(case, device)

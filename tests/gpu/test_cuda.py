@@ -19,15 +19,16 @@ from .harness import bits, check, launch_and_check, planned, same_bits, workspac
 from .oracle import Rows, Sequences
 
 pytestmark = pytest.mark.cuda
-decode = mla_cute.batch_mla_decode_with_paged_kv_cache
+cuda: Any = torch.cuda  # streams have no types
+decode: Any = mla_cute.batch_mla_decode_with_paged_kv_cache
 
 
 @dataclass(frozen=True)
 class Call:
-    """A planned wrapper with the case it runs on and caller-owned results."""
+    """A case, and caller-owned results."""
 
     case: Case
-    wrapper: mla_cute.BatchMLADecodePagedTSWrapper
+    wrapper: Any  # planned, for this case
     out: Tensor
     lse: Tensor
 
@@ -143,7 +144,7 @@ def test_g10_two_wrappers_on_two_streams(device: torch.device) -> None:
     for _ in range(2):
         lengths = torch.randint(0, 2001, (24,), device=device, generator=random, dtype=torch.int32)
         calls.append(Call.of(sequences.case(lengths, num_heads=64)))
-    streams = [torch.cuda.Stream(device) for _ in calls]
+    streams = [cuda.Stream(device) for _ in calls]
     rows = [Rows.of(call.case) for call in calls]
     torch.cuda.synchronize()
     for _ in range(200):
@@ -161,7 +162,7 @@ def test_h2_runs_on_the_current_stream(in_graph: bool, device: torch.device) -> 
     """The query is written late on a side stream; a launch on any other stream reads NaN."""
     sequences = Sequences(device, count=4, length=300)
     case = sequences.case([300, 65, 100, 7])
-    good_query, call, side = case.query.clone(), Call.of(case), torch.cuda.Stream(device)
+    good_query, call, side = case.query.clone(), Call.of(case), cuda.Stream(device)
     call()
     rows, wrong = Rows.of(case), []
     torch.cuda.synchronize()
@@ -170,7 +171,7 @@ def test_h2_runs_on_the_current_stream(in_graph: bool, device: torch.device) -> 
         for _ in range(50):
             case.query.fill_(math.nan)
             call.poison()
-            torch.cuda._sleep(20_000_000)
+            cuda._sleep(20_000_000)
             case.query.copy_(good_query)
             launched()
             wrong.append(~sequences.agrees(call.out, call.lse, rows))
@@ -252,7 +253,7 @@ def test_h1_tensors_on_another_device(device: torch.device) -> None:
         graph.replay()
         torch.cuda.synchronize(other)
     assert same_bits(call.out, expected)
-    with pytest.raises(ValueError, match="query"):
+    with pytest.raises(ValueError, match="kv_cache"):
         launch_and_check(replace(case, query=case.query.to(device)))
 
 

@@ -1,4 +1,4 @@
-"""Large pools, batches, query counts and contexts, with closed-form answers. On a CPU the same tests run at small sizes."""
+"""Large pools, batches, query counts and contexts, with closed-form answers; small ones of the same form on a CPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_b1_offsets_past_32_bits(device: torch.device, scaled: Scaled) -> None:
 
 @pytest.mark.big
 def test_b17_cache_is_a_view_into_a_larger_allocation(device: torch.device, scaled: Scaled) -> None:
-    """One layer of a cache of all layers: neighbouring pages lie far apart, and the view spans more than 2**31 elements."""
+    """One layer of a cache of all layers: pages lie far apart, and the view spans more than 2**31 elements."""
     pages, layers = scaled((1000, 61), (20, 3))
     allocation = torch.full((pages, layers, 64, HEAD_DIM), math.nan, dtype=torch.bfloat16, device=device)
     sequences = Sequences(device, count=2, length=300, picks=(0, 170, 299), pool_factor=1)
@@ -62,7 +62,7 @@ BATCHES = (16_384, 16_385, 16_600, 17_000, 65_535, 65_536, 70_001)
 @pytest.mark.big
 @pytest.mark.parametrize("batch", BATCHES)
 def test_f1_f3_batches(batch: int, device: torch.device, scaled: Scaled) -> None:
-    """Each request sees one token, so its output is that token's value. 1021 is prime: no power of two hides a wrapped index."""
+    """Each request returns the one token it sees. 1021 is prime: no power of two hides a wrapped index."""
     batch = scaled(batch, batch // 500)
     sequences = Sequences(device, count=1021, length=1, page_size=16, pool_factor=1)
     owner = torch.arange(batch, device=device) % 1021
@@ -125,7 +125,8 @@ def test_f12_many_splits_of_one_request(ctas: int | None, device: torch.device, 
 def test_long_contexts_of_several_requests(device: torch.device, scaled: Scaled) -> None:
     """Lengths around powers of two, replicated rows included, in one batch."""
     lengths = scaled([1, 64, 131_072, 131_073, 262_144, 0], [1, 64, 1024, 1025, 2048, 0])
-    sequences = Sequences(device, count=1, length=max(lengths), picks=(0, 63, 64, lengths[2] - 1, lengths[2]), pool_factor=2)
+    picks = (0, 63, 64, lengths[2] - 1, lengths[2])
+    sequences = Sequences(device, count=1, length=max(lengths), picks=picks, pool_factor=2)
     shared = torch.zeros(len(lengths), dtype=torch.long, device=device)
     for picking in (True, False):
         case = sequences.case(lengths, sequence=shared, picking=picking)

@@ -1,0 +1,145 @@
+"""The command line on a machine without a GPU, and what it shows and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import mla_cute
+from mla_cute import check, dispatch
+from mla_cute.bench import cases, report
+from mla_cute.bench.timing import Rates
+from mla_cute.cli import main
+from mla_cute.problem import MLAProblem
+
+from .toy import run
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+@pytest.mark.parametrize("command", ["", "info", "check", "bench", "aot", "aot build", "aot list"])
+def test_every_command_explains_itself(command: str) -> None:
+    result = invoke(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+    commands = result.output.partition("Commands:")[2].splitlines()
+    assert not any(line.endswith("...") for line in commands), "a summary is cut off"
+
+
+def test_the_module_runs() -> None:
+    code = "import runpy, sys; sys.argv = ['mla_cute', '--version']; runpy.run_module('mla_cute', run_name='__main__')"
+    assert run(code).startswith("python -m mla_cute, version ")
+
+
+def test_info_needs_neither_gpu_nor_dsl(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["cutlass"] = None
+from mla_cute.cli import main
+main(["info", "--json", {str(tmp_path / "info.json")!r}])
+"""
+    shown = run(code, MLA_CUTE_CACHE_DIR=tmp_path / "cache", MLA_CUTE_AOT_DIR="")
+    facts = json.loads((tmp_path / "info.json").read_text())
+    for name in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "driver", "cache folder"):
+        assert name in facts["facts"]
+        assert name in shown
+    assert facts["facts"]["cache folder"] == str(tmp_path / "cache")
+    assert facts["kernels"] == {config.name: "needs compilation" for config in dispatch.shipped()}
+    assert not (tmp_path / "cache").exists()
+
+
+def test_info_shows_a_bundle_that_does_not_fit(tmp_path: Path) -> None:
+    code = "from mla_cute.cli import main; main(['info'])"
+    assert "is not a bundle" in run(code, MLA_CUTE_CACHE_DIR=tmp_path, MLA_CUTE_AOT_DIR=tmp_path)
+
+
+def test_aot_list_prints_the_shipped_kernels(tmp_path: Path) -> None:
+    listed = invoke("aot", "list", "--json", str(tmp_path / "list.json"))
+    names = [config.name for config in dispatch.shipped()]
+    assert [line.split()[0] for line in listed.output.splitlines()] == names
+    assert [row["name"] for row in json.loads((tmp_path / "list.json").read_text())] == names
+    assert invoke("aot", "list", "--arch", "sm_100a").output == ""
+
+
+def test_check_passes_on_the_cpu(tmp_path: Path) -> None:
+    result = invoke("check", "--device", "cpu", "--json", str(tmp_path / "check.json"))
+    assert result.exit_code == 0, result.output
+    rows = list(check.rows())
+    assert result.output.count("\npass  ") == len(rows) == len({row.name for row in rows})
+    assert f"{len(rows)} passed, 0 failed" in result.output
+    written = json.loads((tmp_path / "check.json").read_text())
+    assert [row["name"] for row in written["results"]] == [row.name for row in rows]
+
+
+def test_check_covers_every_shipped_kernel() -> None:
+    used = set()
+    for row in check.rows():
+        types, page_size = (row.in_dtype, row.in_dtype, row.out_dtype), row.case.get("page_size", 64)
+        used.add(dispatch.select(MLAProblem(1, 16, 1, 64, page_size, False, "causal", *types), (9, 0)))
+    assert used == set(dispatch.shipped("sm_90a"))
+
+
+def test_check_fails_where_answers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*tensors: torch.Tensor, **arguments: Any) -> object:
+        out, lse = mla_cute.batch_mla_decode_with_paged_kv_cache(*tensors, **arguments)
+        return out.mul_(1.01), lse
+
+    monkeypatch.setattr(check, "batch_mla_decode_with_paged_kv_cache", wrong)
+    result = invoke("check", "--device", "cpu", "--select", "page size 64")
+    assert result.exit_code == 1
+    assert "FAIL  page size 64" in result.output
+    assert "AssertionError: relative L2 error" in result.output
+    assert "0 passed, 1 failed" in result.output
+
+
+@without_gpu
+def test_what_cannot_be_done_is_an_error_of_usage() -> None:
+    for arguments, words in (
+        (("bench",), "bench measures a GPU, and torch sees none"),
+        (("check", "--device", "cuda"), "torch sees no GPU"),
+        (("check", "--select", "nothing"), "'nothing' matches no case"),
+        (("bench", "--cases", "1,2,3"), "a case is batch,query_tokens,heads,kv_len"),
+        (("bench", "--cases", "1,9,16,8"), "query_tokens <= kv_len"),
+    ):
+        result = invoke(*arguments)
+        assert (result.exit_code, words in " ".join(result.output.split())) == (2, True), result.output
+
+
+def test_bench_counts_bytes_and_operations() -> None:
+    case = cases.parse("1,1,16,4096")
+    assert case in cases.DEFAULT
+    assert (case.bytes, case.flops) == (4_753_408, 142_606_336)
+    assert len(set(cases.DEFAULT)) == len(cases.DEFAULT)
+    assert [cases.parse(str(each)) for each in cases.DEFAULT] == list(cases.DEFAULT)
+
+
+def test_bench_compares_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    def median_seconds(launch: object) -> float:
+        launches.append(launch)
+        return 1e-6
+
+    rates = Rates(copy=1e12, gemm=1e14)
+    monkeypatch.setattr(report, "median_seconds", median_seconds)
+    monkeypatch.setattr(report, "measure_rates", lambda device: rates)
+    case = cases.parse("2,2,16,130")
+    (measured,), mean = report.run([case], torch.device("cpu"))
+    assert len(launches) == 1
+    assert mean == rates
+    assert measured.correct
+    assert "WRONG" not in measured.row(rates)
+    assert measured.bandwidth == case.bytes / 1e-6
+    broken = report.Measurement(case, 1e-6, float("nan"), "kernel")
+    assert not broken.correct
+    assert broken.row(rates).endswith("WRONG")
+    assert len(report.HEADER.split("  kernel")[0]) == measured.row(rates).index(f"  {measured.kernel}")

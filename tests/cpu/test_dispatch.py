@@ -1,0 +1,83 @@
+"""The table of kernels and the choice among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+
+import pytest
+
+from mla_cute import dispatch
+from mla_cute.errors import UnsupportedProblem
+from mla_cute.problem import DTYPES, LSE_MODES, MASKS, PAGE_SIZES, MLAProblem
+
+from .toy import run
+
+PROBLEM = MLAProblem(4, 16, 1, 4096, 64, False, "causal", "bf16", "bf16", "bf16")
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+
+
+def test_every_supported_problem_gets_a_shipped_kernel() -> None:
+    shipped = set(dispatch.shipped("sm_90a"))
+    seen = set()
+    for in_dtype, out_dtype, page_size in itertools.product(DTYPES, DTYPES, PAGE_SIZES):
+        problem = dataclasses.replace(
+            PROBLEM, q_dtype=in_dtype, kv_dtype=in_dtype, out_dtype=out_dtype, page_size=page_size
+        )
+        seen.add(dispatch.select(problem, HOPPER))
+    assert seen == shipped, "a kernel is shipped that no problem selects, or selected but not shipped"
+
+
+def test_the_config_depends_on_nothing_that_changes_between_batches() -> None:
+    config = dispatch.select(PROBLEM, HOPPER)
+    for changes in (
+        {"batch_size": 4097, "num_heads": 65, "max_seq_len_q": 9, "max_kv_len": 10**6},
+        {"packed": True},
+        *({"mask_type": mask} for mask in MASKS),
+        *({"lse_mode": mode} for mode in LSE_MODES),
+    ):
+        assert dispatch.select(dataclasses.replace(PROBLEM, **changes), HOPPER) == config  # type: ignore[arg-type]
+
+
+def test_every_kernel_is_well_named_and_has_its_files() -> None:
+    names = [config.name for config in dispatch.shipped()]
+    assert len(set(names)) == len(names) <= 60
+    assert all(name.isidentifier() for name in names)
+    for arch in dispatch.KERNELS:
+        for module in dispatch.config_modules(arch):
+            assert arch == module.ARCH
+            for config in module.shipped():
+                assert config.arch == arch
+                assert eval(repr(config), vars(module)) == config, "cache and bundles take the repr for the config"
+                assert importlib.util.find_spec(module.KERNEL.split(":")[0])
+
+
+def test_a_refusal_names_every_kernel_and_reason() -> None:
+    with pytest.raises(UnsupportedProblem, match="sm90.decode: batch_invariant") as caught:
+        dispatch.select(dataclasses.replace(PROBLEM, batch_invariant=True), HOPPER)
+    assert [kernel for kernel, _ in caught.value.reasons] == ["sm90.decode", "sm100"]
+    assert "compute capability 10.0 or 10.3, this one has 9.0" in str(caught.value)
+    assert isinstance(caught.value, NotImplementedError)
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (11, 0), (12, 0)])
+def test_another_gpu_is_refused_by_its_capability(capability: tuple[int, int]) -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        dispatch.select(PROBLEM, capability)
+    here = f"{capability[0]}.{capability[1]}"
+    assert f"compute capability {here}" in str(caught.value)
+    assert len(caught.value.reasons) == sum(map(len, dispatch.KERNELS.values()))
+    assert all(reason.endswith(f"this one has {here}") for _, reason in caught.value.reasons)
+
+
+def test_blackwell_has_its_row_and_refuses_with_a_reason() -> None:
+    with pytest.raises(UnsupportedProblem) as caught:
+        dispatch.select(PROBLEM, BLACKWELL)
+    assert dict(caught.value.reasons)["sm100"] == "no Blackwell kernel exists yet"
+    assert dispatch.shipped("sm_100a") == ()
+
+
+def test_choosing_imports_no_cutlass() -> None:
+    code = "import sys; from mla_cute import dispatch; dispatch.shipped(); print('cutlass' in sys.modules)"
+    assert run(code) == "False"

@@ -1,0 +1,109 @@
+"""What the public functions choose for a GPU and hand to its kernel, without one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from mla_cute.kernels.common import abi
+
+import mla_cute
+from mla_cute import api, dispatch, launch
+from mla_cute.plan import LargestTiling, forced_ctas, make_plan
+from mla_cute.problem import MLAProblem
+from mla_cute.testing import Case, make_case, poisoned
+from mla_cute.validate import Call
+
+LENGTHS = (70, 0, 33, 128)
+CPU = torch.device("cpu")
+
+
+def call_of(case: Case, **changes: Any) -> Call:
+    return Call(*case.tensors, case.qo_indptr, case.bmm1_scale, case.bmm2_scale, None, None)._replace(**changes)
+
+
+def problem_of(case: Case, lse_mode: str = "none") -> MLAProblem:
+    return api.problem_of(call_of(case), case.max_seq_len_q, case.max_kv_len, "causal", torch.bfloat16, lse_mode)
+
+
+def recorder(problem: MLAProblem, ctas: int) -> tuple[launch.Prepared, list[Any]]:
+    """Prepared with a launch that records its arguments, as if on a GPU."""
+    received: list[Any] = []
+    with forced_ctas(ctas):
+        plan = make_plan(problem, LargestTiling(), 132)
+    return launch.Prepared(problem, CPU, plan, "recorder", lambda *given: received.extend(given)), received
+
+
+def test_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "capability", lambda device: (8, 0))
+    with pytest.raises(mla_cute.UnsupportedProblem, match=r"8\.0") as caught:
+        mla_cute.MLADecodeWrapper().plan(**make_case("uniform", (5,)).plan(device=0))
+    modules = dispatch.config_modules()
+    assert [kernel for kernel, _ in caught.value.reasons] == [dispatch.kernel_label(module) for module in modules]
+    assert all(kernel in str(caught.value) and reason in str(caught.value) for kernel, reason in caught.value.reasons)
+
+
+@pytest.mark.parametrize("lse_mode", ["none", "base2", "basee"])
+@pytest.mark.parametrize("q_lens", [2, (2, 0, 4, 1)])
+def test_what_a_kernel_is_given(q_lens: int | Sequence[int], lse_mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("random", LENGTHS, q_lens=q_lens, num_heads=5, page_size=16, bmm1_scale=2.0, bmm2_scale=0.5)
+    packed = case.qo_indptr is not None
+    out = poisoned(*case.query.shape[:-1], 512, dtype=torch.bfloat16)
+    lse = None if lse_mode == "none" else torch.zeros(case.query.shape[:-1])
+    prepared, received = recorder(problem_of(case, lse_mode), ctas=3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: prepared.device.index)
+    result = launch.run(
+        prepared, prepared.views(None), call_of(case, kv_cache=case.kv_cache[:, None], out=out, lse=lse), False
+    )
+    assert result is out
+    given = dict(zip(abi.ARGUMENTS, received, strict=True))
+    shape = case.query.shape if not packed else (1, *case.query.shape)
+    assert given["query"].shape == shape and given["query"].data_ptr() == case.query.data_ptr()
+    assert given["out"].shape == (*shape[:-1], 512) and given["out"].data_ptr() == out.data_ptr()
+    assert given["kv_cache"].shape == case.kv_cache.shape
+    assert given["block_tables"] is case.block_tables and given["seq_lens"] is case.seq_lens
+    assert given["qo_indptr"] is (case.qo_indptr if packed else case.seq_lens)
+    assert given["lse"].ndim == 3 and given["lse"].dtype == torch.float32
+    assert lse is None or given["lse"].data_ptr() == lse.data_ptr()
+    slot_rows = 20 if packed else 10
+    for name, elements, dtype in (
+        ("part_out", 2 * 3 * slot_rows * 512, torch.float32),
+        ("part_stat", 2 * 3 * slot_rows * 2, torch.float32),
+        ("split_info", 3 * 4, torch.int32),
+    ):
+        assert given[name].shape == (elements,) and given[name].dtype == dtype
+    assert (given["batch"], given["seq_len_q"], given["causal"]) == (4, 0 if packed else 2, 1)
+    assert (given["max_kv_len"], given["slot_rows"], given["num_ctas"]) == (128, slot_rows, 3)
+    assert given["scale_log2"] == pytest.approx(2 * math.log2(math.e))
+    assert given["out_scale"] == 0.5
+    assert given["lse_scale"] == {"none": 0.0, "base2": 1.0, "basee": math.log(2)}[lse_mode]
+
+
+def test_nothing_is_launched_without_work() -> None:
+    for case in (make_case("random", (), max_kv_len=64), make_case("random", (5,), q_lens=(0,))):
+        prepared, received = recorder(problem_of(case), ctas=1)
+        launch.run(prepared, prepared.views(None), call_of(case), False)
+        assert not received
+
+
+def test_a_single_page_gets_a_stride_that_tma_takes() -> None:
+    case = make_case("random", (40,), page_size=64, pool_factor=1)
+    call = call_of(case, kv_cache=case.kv_cache.as_strided((1, 64, 576), (1, 576, 1)))
+    prepared, _ = recorder(problem_of(case), ctas=1)
+    views = prepared.views(None)
+    assert views is not None
+    given = launch.launch_arguments(prepared, views, call, case.query, None, 1)
+    assert given[1].stride() == (64 * 576, 576, 1)
+
+
+def test_plans_are_cached_by_problem_and_forced_ctas() -> None:
+    problem = problem_of(make_case("uniform", LENGTHS))
+    assert launch.prepare(problem, CPU, None) is launch.prepare(dataclasses.replace(problem), CPU, None)
+    with forced_ctas(5):
+        assert launch.prepare(problem, CPU, 5).plan.num_ctas == 5

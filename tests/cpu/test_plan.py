@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mla_cute import dispatch
+from mla_cute.plan import ALIGNMENT, LargestTiling, forced, forced_ctas, make_plan
+from mla_cute.problem import MAX_KV_LEN
+
+from .test_problem import problem
+
+TILING = LargestTiling()
+
+
+def test_sections_are_aligned_disjoint_and_large_enough() -> None:
+    plan = make_plan(problem(num_heads=5, max_seq_len_q=3), TILING, 132)
+    part_out, part_stat, split_info = plan.sections
+    assert (plan.num_ctas, plan.slot_rows) == (132, 15)
+    assert part_out.bytes == 2 * 132 * 15 * 512 * 4
+    assert part_stat.bytes == 2 * 132 * 15 * 2 * 4
+    assert split_info.bytes == 132 * 4 * 4
+    end = 0
+    for section in plan.sections:
+        assert section.offset % ALIGNMENT == 0
+        assert end <= section.offset < end + ALIGNMENT
+        end = section.offset + section.bytes
+    assert plan.workspace_bytes == end
+
+
+@pytest.mark.parametrize(
+    ("changes", "ctas", "rows"),
+    [
+        ({"batch_size": 1, "max_kv_len": 1, "num_heads": 1}, 1, 1),  # one unit of work
+        ({"batch_size": 2, "max_kv_len": 129}, 4, 16),  # two tiles a request
+        ({"batch_size": 2, "max_kv_len": 128, "num_heads": 65}, 4, 64),  # two row tiles
+        ({"batch_size": 1, "max_kv_len": 1 << 20}, 132, 16),
+        ({"batch_size": 1 << 14, "max_kv_len": 1 << 20}, 132, 16),
+    ],
+)
+def test_ctas_and_rows(changes: dict[str, int], ctas: int, rows: int) -> None:
+    plan = make_plan(problem(**changes), TILING, 132)
+    assert (plan.num_ctas, plan.slot_rows) == (ctas, rows)
+
+
+def test_size_never_falls_with_a_larger_bound() -> None:
+    grid = {"batch_size": (1, 2, 7, 300), "max_seq_len_q": (1, 2, 5, 64), "max_kv_len": (1, 128, 129, 4096, 1 << 20)}
+    sizes = {
+        values: make_plan(problem(num_heads=24, **dict(zip(grid, values, strict=True))), TILING, 132).workspace_bytes
+        for values in itertools.product(*grid.values())
+    }
+    for small, large in itertools.product(sizes, sizes):
+        if all(a <= b for a, b in zip(small, large, strict=True)):
+            assert sizes[small] <= sizes[large]
+
+
+def test_forced_ctas_hold_within_the_block_alone() -> None:
+    with forced_ctas(7):
+        assert forced() == 7
+        assert make_plan(problem(), TILING, 132).num_ctas == 7
+        with forced_ctas(None):
+            assert make_plan(problem(), TILING, 132).num_ctas == 132
+    assert forced() is None
+
+
+def test_tiles_are_counted_in_int32() -> None:
+    large = problem(batch_size=129, max_kv_len=MAX_KV_LEN)
+    with pytest.raises(NotImplementedError, match="max_kv_len"):
+        make_plan(large, TILING, 132)
+    assert make_plan(problem(batch_size=128, max_kv_len=MAX_KV_LEN), TILING, 132).num_ctas == 132
+
+
+def test_the_size_without_a_gpu_bounds_every_kernel() -> None:
+    for config in dispatch.shipped():
+        assert config.rows <= TILING.rows
+        assert config.tile_tokens >= TILING.tile_tokens
