@@ -1,11 +1,12 @@
 """Merge the partial results of blocks that were cut between CTAs, in a fixed order. Arch-neutral.
 
-Launched with programmatic dependent launch behind decode; a few CTAs an SM, whatever the batch. With m the largest reference of a
-row's parts,
+Launched with programmatic dependent launch behind decode; a few CTAs an SM, whatever the batch. With m the largest
+reference of a row's parts,
     out = sum_i 2**(ref_i - m) O_i / sum_i 2**(ref_i - m) sum_i,   LSE = m + log2 of that denominator.
 
-A block of few parts is merged by the CTAs that stand for the decode CTA in which it begins, one warp a row. Of blocks of many parts
-there are few, so all CTAs share their rows: all eight warps of a CTA take one 128-column chunk of a row, each every eighth part.
+A block of few parts is merged by the CTAs that stand for the decode CTA in which it begins, one warp a row. Of blocks
+of many parts there are few, so all CTAs share their rows: all eight warps of a CTA take one 128-column chunk of a
+row, each every eighth part.
 """
 
 from typing import NamedTuple
@@ -125,8 +126,9 @@ def merge(
     flight: cutlass.Constexpr,
     lane,
 ):
-    """Fold parts first, first + step, ... of `chunks` column chunks of a row, `flight` parts at a time. Returns 4 columns a lane and
-    chunk of O, and (reference, sum); O and the sum are relative to that reference."""
+    """Fold parts first, first + step, ... of `chunks` column chunks of a row, `flight` parts at a time. Returns 4
+    columns a lane and chunk of O, and (reference, sum); O and the sum are relative to that reference.
+    """
     acc = cute.make_rmem_tensor((4, chunks), Float32)
     stat = cute.make_rmem_tensor((2,), Float32)
     values = cute.make_rmem_tensor((4, chunks, flight), Float32)

@@ -2,16 +2,18 @@
 
 `work_device.py` is the same on the GPU, where it runs on the live lengths in every launch; tests hold the two together.
 
-A request with kv_len tokens and q_len query tokens has *blocks* of `rows` query rows (token x head) and *steps* of `tile_tokens` KV
-tokens. CTAs work in teams: the members of a team take neighbouring blocks of a request, step by step at the same time, so that
-a KV tile comes from DRAM once and from L2 for the others. `team` blocks together are a *group*; all groups x steps of all requests,
-one after the other, form one line, and team t takes an even piece of it, so the work is balanced whatever the lengths are. Where
-cutting every group into equal parts is as good (`parts_of_group`; one part: groups stay whole), the line counts parts, not steps,
-and most CTAs have one piece less. A piece of one block inside one CTA is a *segment*.
+A request with kv_len tokens and q_len query tokens has *blocks* of `rows` query rows (token x head) and *steps* of
+`tile_tokens` KV tokens. CTAs work in teams: the members of a team take neighbouring blocks of a request, step by step
+at the same time, so that a KV tile comes from DRAM once and from L2 for the others. `team` blocks together are a
+*group*; all groups x steps of all requests, one after the other, form one line, and team t takes an even piece of it,
+so the work is balanced whatever the lengths are. Where cutting every group into equal parts is as good
+(`parts_of_group`; one part: groups stay whole), the line counts parts, not steps, and most CTAs have one piece less.
+A piece of one block inside one CTA is a *segment*.
 
-A block that lies in one CTA goes straight to the output; of a block that is cut, each CTA writes a partial result to a slot of the
-workspace: slot 2k where the block began in an earlier CTA, slot 2k + 1 where it begins in CTA k. So there are two slots a CTA at
-the most, whatever the batch. CTA k names the block that begins and is cut in it in split_info[k].
+A block that lies in one CTA goes straight to the output; of a block that is cut, each CTA writes a partial result to
+a slot of the workspace: slot 2k where the block began in an earlier CTA, slot 2k + 1 where it begins in CTA k. So
+there are two slots a CTA at the most, whatever the batch. CTA k names the block that begins and is cut in it in
+split_info[k].
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Segment(NamedTuple):
 
 
 class Split(NamedTuple):
-    """What combine needs of a block that is cut: rows [row, row + rows) of the output, from `parts` slots, CTAs `stride` apart."""
+    """What combine needs of a block that is cut: rows [row, row + rows) of the output, from `parts` slots, CTAs
+    `stride` apart.
+    """
 
     row: int
     rows: int
@@ -60,7 +64,9 @@ def owner_of(total: int, parts: int, item: int) -> int:
 
 
 def best_team(blocks: int, ctas: int) -> int:
-    """CTAs a team for requests of `blocks` blocks: what leaves the fewest CTAs without work, with 10% in favour of sharing."""
+    """CTAs a team for requests of `blocks` blocks: what leaves the fewest CTAs without work, with 10% in favour of
+    sharing.
+    """
     sizes = range(1, min(blocks, ctas, 16) + 1)
     return min(sizes, key=lambda size: -(-blocks // size) / (ctas // size) * (1 + 0.1 / size))
 
@@ -68,8 +74,8 @@ def best_team(blocks: int, ctas: int) -> int:
 def parts_of_group(total: int, groups: int, longest: int, teams: int, split_cost: int) -> int:
     """Equal parts into which each group is cut, or 0: teams take even pieces of the line of steps instead.
 
-    Parts are right if no team gets more than an even share plus what a further segment costs, in steps. Cutting into more than one
-    part needs groups of one length.
+    Parts are right if no team gets more than an even share plus what a further segment costs, in steps. Cutting into
+    more than one part needs groups of one length.
     """
     parts = max(1, min(teams // max(groups, 1), longest))
     if groups < 2 or (parts > 1 and total != groups * longest):  # the line of steps cuts one group evenly, too

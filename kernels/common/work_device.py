@@ -1,7 +1,7 @@
 """Twin of work.py for the kernels: the same partition, from the live lengths, by every CTA for itself.
 
-It runs before the first byte is loaded, and a run-time division costs about 130 cycles: those by numbers that the host knows are
-multiplications (Divisors), the others are left out where their result is plain.
+It runs before the first byte is loaded, and a run-time division costs about 130 cycles: those by numbers that the
+host knows are multiplications (Divisors), the others are left out where their result is plain.
 """
 
 from typing import NamedTuple
@@ -77,7 +77,9 @@ def owner_of(total, parts, item):
 
 @cute.jit
 def load_request(args, index: Int32) -> Request:
-    """Lengths of a request. A length below 0 counts as 0, one beyond the table or the plan is cut: no page id is read past its row."""
+    """Lengths of a request. A length below 0 counts as 0, one beyond the table or the plan is cut: no page id is read
+    past its row.
+    """
     b = cutlass.min(index, args.batch - 1)
     kv_len = cutlass.min(cutlass.max(args.seq_lens[b], 0), args.max_kv_len)
     q_first, q_len = Int32(0), args.seq_len_q
@@ -125,7 +127,8 @@ def parts_of_group(total: Int32, groups: Int32, longest: Int32, teams, split_cos
 @cute.jit
 def find_span(c: cutlass.Constexpr, args, s_scan: cute.Tensor, tid: Int32, cta: Int32) -> Span:
     """Block-wide scan over the requests; all threads of the CTA call it, and leave it behind a CTA barrier.
-    `request` and `before` mean nothing where start == end."""
+    `request` and `before` mean nothing where start == end.
+    """
     lane, warp_idx = tid % 32, tid // 32
     warps = c.threads // 32
     chunk = (args.batch + c.threads - 1) // c.threads
@@ -245,7 +248,9 @@ def first_row(c, args, seg):
 
 
 def visible(c, args, seg):
-    """KV tokens that the block's first and its last row see. Causal is bottom-right: token i of n sees kv_len - n + i + 1."""
+    """KV tokens that the block's first and its last row see. Causal is bottom-right: token i of n sees kv_len - n + i
+    + 1.
+    """
     hidden = (seg.q_len - 1) * args.causal
     first = seg.kv_len - hidden + args.causal * (seg.block * c.rows // args.heads)
     row = seg.block * c.rows + live_rows(c, args, seg) - 1

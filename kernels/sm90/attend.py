@@ -1,15 +1,16 @@
 """The roles of warpgroups 1 and 2: scores, softmax and P V of pairs of tiles (a, b).
 
-Warpgroup "left" (w = 0) owns O columns 0-255 and the softmax of tile a, "right" (w = 1) columns 256-511 and that of tile b. Each
-publishes its P in shared memory over the rope columns of its tile, which are dead by then; its own P it multiplies from registers:
+Warpgroup "left" (w = 0) owns O columns 0-255 and the softmax of tile a, "right" (w = 1) columns 256-511 and that of
+tile b. Each publishes its P in shared memory over the rope columns of its tile, which are dead by then; its own P it
+multiplies from registers:
 
     tensor core | QK a     | QK b                | P_a V_a (left, right) | P_b V_b (right, left)  | QK a' ...
     left        | (waits)  | softmax a, publish  | frees L_a             | QK a' queued, then frees L_b, rope_b
     right       | issues QK b; P_a V_aR queued   | softmax b, publish    | frees R_a, rope_a      | frees R_b
 
-Both use one reference per row, kept in shared memory. A row's reference moves only when a score passes it by `lazy` log2 units: the
-usual tile needs no maximum across threads and no rescaling. The result is exact all the same, since sums and O share the reference.
-A row that has seen no token has the reference -inf, a sum of 0 and O = 0.
+Both use one reference per row, kept in shared memory. A row's reference moves only when a score passes it by `lazy`
+log2 units: the usual tile needs no maximum across threads and no rescaling. The result is exact all the same, since
+sums and O share the reference. A row that has seen no token has the reference -inf, a sum of 0 and O = 0.
 """
 
 from functools import partial
@@ -30,8 +31,9 @@ PER_CHUNK = CHUNK // K
 
 
 def issue(mma, acc, a, b, zero=False, a_chunk=0, b_chunk=0, chunks=None):
-    """Issue acc += a b (acc = a b with zero) over the whole K mode, or over `chunks` 64-column chunks of it from a_chunk and b_chunk
-    on; nothing waits or commits."""
+    """Issue acc += a b (acc = a b with zero) over the whole K mode, or over `chunks` 64-column chunks of it from
+    a_chunk and b_chunk on; nothing waits or commits.
+    """
     atom = cute.make_mma_atom(mma.op)  # set() changes the atom, so each call makes its own
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
     for k in range(cute.size(a.shape[2]) if chunks is None else chunks * PER_CHUNK):
@@ -197,7 +199,9 @@ def issue_scores(
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ):
-    """Issue chunks [first, last) of S = Q K^T of the own tile, in the order in which its halves and rope columns arrive."""
+    """Issue chunks [first, last) of S = Q K^T of the own tile, in the order in which its halves and rope columns
+    arrive.
+    """
     per_half = c.half // CHUNK
     for n in cutlass.range_constexpr(first, last):
         j, chunk = n // per_half, n % per_half
@@ -217,8 +221,9 @@ def issue_scores(
 
 @cute.jit
 def softmax(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, masked, tile):
-    """P of the own tile to registers, relative to the rows' reference. Returns whether a row of this warp moved: then O is still
-    to be multiplied by alpha."""
+    """P of the own tile to registers, relative to the rows' reference. Returns whether a row of this warp moved: then
+    O is still to be multiplied by alpha.
+    """
     scale, s = args.scale_log2, me.scores
     if (tile + 1) * c.tile > masked:
         for e in cutlass.range_constexpr(cute.size(s)):
@@ -289,7 +294,9 @@ def rescale(me, moved):
 
 @cute.jit
 def clear_dead(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, seg, tile, slot: cutlass.Constexpr):
-    """Zero the rows of a tile past the request's end in the own half of V: P is 0 there, but they may hold NaN or Inf."""
+    """Zero the rows of a tile past the request's end in the own half of V: P is 0 there, but they may hold NaN or
+    Inf.
+    """
     valid = cutlass.max(seg.kv_len - tile * c.tile, 0)
     if valid < c.tile:
         words = c.half * 2 // 16  # 16-byte words of a row

@@ -27,9 +27,8 @@ class Barrier(IntEnum):
 class DecodeConfig:
     """One compiled kernel. Nothing of the batch is in it, so a new batch never recompiles.
 
-    in_dtype, out_dtype: "bf16" or "fp16" (query and cache share in_dtype).
-    page_rows: tokens a TMA copy takes from one page, min(page_size, 64). Pages of 64, 128 and 256 share a kernel: the page
-    size is a run-time shift.
+    in_dtype, out_dtype: "bf16" or "fp16" (query and cache share in_dtype). page_rows: tokens a TMA copy takes from
+    one page, min(page_size, 64). Pages of 64, 128 and 256 share a kernel: the page size is a run-time shift.
     """
 
     in_dtype: str
@@ -50,9 +49,9 @@ class DecodeConfig:
     query_warps: ClassVar[int] = 3
     producer_regs: ClassVar[int] = 40
     consumer_regs: ClassVar[int] = 232
-    # log2 units by which a score may pass the row's reference before O is rescaled; P stays below 2**8, exact in fp16 and bf16
+    # log2 units by which a score may pass the row's reference before O is rescaled: P stays below 2**8
     lazy: ClassVar[float] = 8.0
-    evict_first_steps: ClassVar[int] = 1536  # below this much work (226 MB of KV) the cache is read with evict_first
+    evict_first_steps: ClassVar[int] = 1536  # below this much work (226 MB of KV) the cache is read evict_first
 
     @property
     def name(self) -> str:

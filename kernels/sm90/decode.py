@@ -2,13 +2,14 @@
 
     S = scale Q K^T (Q: 64 x 576, K: tokens x 576),  P = softmax S,  O = P V,  V = the first 512 columns of K
 
-Grid: one CTA an SM; each takes an even piece of the batch's work (common/work.py), so it walks over a few segments, each one block
-of 64 rows times some pairs of 64-token tiles. 384 threads:
+Grid: one CTA an SM; each takes an even piece of the batch's work (common/work.py), so it walks over a few segments,
+each one block of 64 rows times some pairs of 64-token tiles. 384 threads:
     warp 0         KV producer: TMA gathers by page id into 4 half tiles of 32 KB and 2 rope tiles of 8 KB   (load.py)
     warps 1-3      query rows of the next block; rows without tokens                                         (load.py)
     warps 4-7      scores and softmax of tile a, O columns 0-255                                             (attend.py)
     warps 8-11     scores and softmax of tile b, O columns 256-511
-`combine` follows in the same launch call. Registers and shared memory: config.py; the overlap: the timeline in attend.py.
+`combine` follows in the same launch call. Registers and shared memory: config.py; the overlap: the timeline in
+attend.py.
 """
 
 import cuda.bindings.driver as cuda
@@ -238,7 +239,9 @@ def barrier_counts(c):
 
 
 def init_barriers(c, bars):
-    """Arrivals a phase: one expect_tx for TMA, else one a warp. A half, a rope tile and P have one reading or writing warpgroup."""
+    """Arrivals a phase: one expect_tx for TMA, else one a warp. A half, a rope tile and P have one reading or writing
+    warpgroup.
+    """
     arrivals = {"query_full": c.query_warps, "query_empty": 8, "half_full": 1, "rope_full": 1}
     with cute.arch.elect_one():
         for name, count in barrier_counts(c).items():

@@ -1,4 +1,5 @@
-"""The end of a segment: normalised rows to the output, or a partial result of a split block to its slot of the workspace."""
+"""The end of a segment: normalised rows to the output, or a partial result of a split block to its slot of the
+workspace."""
 
 import cutlass
 import cutlass.cute as cute
@@ -31,7 +32,9 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg
 
 @cute.jit
 def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, live, row):
-    """O and its row statistics (reference in log2 units, sum) as they are. The CTA in which the block begins tells combine."""
+    """O and its row statistics (reference in log2 units, sum) as they are. The CTA in which the block begins tells
+    combine.
+    """
     slot = 2 * args.cta
     if seg.first == 0:
         slot += 1
@@ -64,8 +67,9 @@ def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, te
 
 @cute.jit
 def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, live, row):
-    """Lane l of a quad holds columns 2l, 2l+1 of every group of 8. A 4 x 4 transpose in the quad gives each lane 8 columns in a
-    row of every fourth group: one 16-byte store."""
+    """Lane l of a quad holds columns 2l, 2l+1 of every group of 8. A 4 x 4 transpose in the quad gives each lane 8
+    columns in a row of every fourth group: one 16-byte store.
+    """
     lane, odd, high = me.tid % 4, (me.tid % 2) != 0, (me.tid % 4) >= 2
     groups = cute.make_tensor(me.out.iterator, cute.make_layout((2, 2, 4, c.half // 32), stride=(1, 2, 4, 16)))
     for r in cutlass.range_constexpr(2):

@@ -1,8 +1,8 @@
 """Shared-memory layouts and tiled MMAs of the Hopper kernels, and the views that TMA and WGMMA take of them.
 
-A KV slot lies in shared memory as [8-token group][64-column chunk][8][64] with the 128-byte swizzle, so that one TMA box walks
-512 (or 128) contiguous bytes of eight whole rows of the cache before it goes on, and a page of 16 tokens is one contiguous
-piece of the slot. V is the same bytes read column-major.
+A KV slot lies in shared memory as [8-token group][64-column chunk][8][64] with the 128-byte swizzle, so that one TMA
+box walks 512 (or 128) contiguous bytes of eight whole rows of the cache before it goes on, and a page of 16 tokens is
+one contiguous piece of the slot. V is the same bytes read column-major.
 """
 
 import cutlass.cute as cute
@@ -38,7 +38,9 @@ def slot_layout(c, dtype, columns, slots):
 
 
 def copy_view(c, slots, columns):
-    """A slot tensor (tile, columns, slots) as (8, 64, chunks, page_rows / 8, copies, slots): one TMA box, which one, where."""
+    """A slot tensor (tile, columns, slots) as (8, 64, chunks, page_rows / 8, copies, slots): one TMA box, which one,
+    where.
+    """
     chunks, count = columns // CHUNK, cute.size(slots, mode=[2])
     shape = (8, CHUNK, chunks, c.page_rows // 8, c.tile // c.page_rows, count)
     return cute.composition(
