@@ -281,13 +281,16 @@ def assert_close(
     lse: Tensor | None,
     ref_out: Tensor,
     ref_lse: Tensor,
-    dtype: torch.dtype | None = None,
+    in_dtype: torch.dtype | None = None,
     lse_mode: str = "basee",
+    lse_relative: float = 1e-6,
 ) -> None:
-    """Assert the pass lines: relative L2 within the tolerance of `dtype` (None: out's) over all rows and within
-    four times that for each row; LSE within 2e-5 natural units (1e-6 relative where large); exactly 0 and -inf
-    where nothing is seen."""
-    limit = next(t.tolerance for t in DTYPES.values() if getattr(torch, t.torch_name) == (dtype or out.dtype))
+    """Assert the pass lines: relative L2 within the tolerance of the coarser of in_dtype (None: out's) and out's type
+    over all rows and within four times that for each row; LSE within 2e-5 natural units and lse_relative of its size;
+    exactly 0 and -inf where nothing is seen. The input's type counts because softmax weights are rounded to it: fp16
+    output of bf16 inputs has an error of 1.4e-3."""
+    tolerances = {getattr(torch, t.torch_name): t.tolerance for t in DTYPES.values()}
+    limit = max(tolerances[out.dtype], tolerances[in_dtype or out.dtype])
     assert out.shape == ref_out.shape, f"out has shape {tuple(out.shape)}, expected {tuple(ref_out.shape)}"
     empty = ref_lse == -math.inf
     assert not out.isnan().any(), f"out has NaN in {int(out.isnan().any(-1).sum())} of {empty.numel()} rows"
@@ -299,16 +302,16 @@ def assert_close(
     assert total <= limit, f"relative L2 error {total:.2e} of out exceeds {limit:.0e} (worst row {worst:.2e})"
     assert worst <= 4 * limit, f"relative L2 error {worst:.2e} of one row exceeds {4 * limit:.1e} (all: {total:.2e})"
     if lse is not None:
-        assert_lse_close(lse, ref_lse, lse_mode)
+        assert_lse_close(lse, ref_lse, lse_mode, lse_relative)
 
 
-def assert_lse_close(lse: Tensor, ref_lse: Tensor, lse_mode: str = "basee") -> None:
+def assert_lse_close(lse: Tensor, ref_lse: Tensor, lse_mode: str = "basee", relative: float = 1e-6) -> None:
     unit = math.log(2) if lse_mode == "base2" else 1.0
     assert lse.shape == ref_lse.shape, f"lse has shape {tuple(lse.shape)}, expected {tuple(ref_lse.shape)}"
     empty = ref_lse == -math.inf
     assert (lse[empty] == -math.inf).all(), "lse is not -inf in a row that sees no token"
     error = (lse[~empty].double() - ref_lse[~empty]).abs() * unit
-    excess = error - 1e-6 * ref_lse[~empty].abs() * unit
+    excess = error - relative * ref_lse[~empty].abs() * unit
     assert bool((excess <= 2e-5).all()), f"lse is off by {float(error.amax()):.2e} natural units"
 
 

@@ -23,20 +23,26 @@ def divisors(num_ctas, team):
     return Divisors(*(FastDivmodDivisorV2(n) for n in (num_ctas, team, num_ctas // team)))
 
 
-class Span(NamedTuple):
-    """Piece [start, end) of a line `total` long; it begins in `request`, whose own piece begins at `before`."""
+class Line(NamedTuple):
+    """The line of work, and the piece [start, end) of it that is a CTA's."""
 
     start: Int32
     end: Int32
     total: Int32
     steps: Int32  # of all groups, whatever the line counts
-    request: Int32
-    before: Int32
     parts: Int32  # equal parts of a group on the line; 0: it counts its steps
     team: Int32
     teams: Int32  # that have work
-    index: Int32  # which of them this CTA is in, and which member it is
+    index: Int32  # which of them the CTA is in, and which member it is
     member: Int32
+
+
+class Span(NamedTuple):
+    """A CTA's piece of the line: it begins in `request`, whose own piece begins at `before`."""
+
+    line: Line
+    request: Int32
+    before: Int32
 
 
 class Request(NamedTuple):
@@ -107,10 +113,10 @@ def group_length(steps: Int32, parts: Int32) -> Int32:
 
 
 @cute.jit
-def length_of(c: cutlass.Constexpr, args, b: Int32, parts: Int32, team: Int32) -> Int32:
+def length_of(c: cutlass.Constexpr, args, line: Line, b: Int32) -> Int32:
     """What a request adds to the line."""
     blocks, steps = shape_of(c, args, load_request(args, b))
-    return groups_of(args, blocks, team) * group_length(steps, parts)
+    return groups_of(args, blocks, line.team) * group_length(steps, line.parts)
 
 
 @cute.jit
@@ -125,23 +131,66 @@ def parts_of_group(total: Int32, groups: Int32, longest: Int32, teams, split_cos
 
 
 @cute.jit
+def sizes_of(c: cutlass.Constexpr, args, b: Int32):
+    """Of a request: (steps and groups in teams, steps and groups in teams of one, steps of a group)."""
+    blocks, steps = shape_of(c, args, load_request(args, b))
+    groups, depth = groups_of(args, blocks, args.team), steps
+    if (blocks == 0) | (steps == 0):
+        groups, blocks, depth = Int32(0), Int32(0), Int32(0)
+    return groups * steps, groups, blocks * steps, blocks, depth
+
+
+@cute.jit
+def line_of(c: cutlass.Constexpr, args, sums, longest: Int32, cta: Int32) -> Line:
+    """Lay the batch out, from the sums of all sizes_of()."""
+    team, steps, groups, teams = args.team, sums[0], sums[1], args.divisors.teams
+    index, member = cta // args.divisors.team, cta % args.divisors.team
+    if steps.to(Int64) * (team * 8).to(Int64) > sums[2].to(Int64) * Int64(9):
+        # members without a block would waste more than an eighth
+        team, steps, groups, teams = Int32(1), sums[2], sums[3], args.divisors.ctas
+        index, member = cta, Int32(0)
+    parts = parts_of_group(steps, groups, longest, teams, c.split_cost)
+    total = groups * parts if parts > 0 else steps
+    start = team_share(total, teams, index)
+    end = team_share(total, teams, index + 1) if index < teams.divisor else start
+    return Line(start, end, total, steps, parts, team, cutlass.min(teams.divisor, total), index, member)
+
+
+@cute.jit
+def on_line(line: Line, sums) -> Int32:
+    """Length on the line of requests whose sizes_of() add up to `sums`."""
+    steps, groups = (sums[2], sums[3]) if line.team == 1 else (sums[0], sums[1])
+    return groups * line.parts if line.parts > 0 else steps
+
+
+@cute.jit
+def find_request(c: cutlass.Constexpr, args, line: Line, first: Int32, begin: Int32):
+    """The request, from `first` on, that holds line.start, and where it begins; `first` begins at `begin`."""
+    b, before = first, begin
+    length = length_of(c, args, line, b)
+    while before + length <= line.start:
+        before += length
+        b += 1
+        length = length_of(c, args, line, b)
+    return b, before
+
+
+@cute.jit
 def find_span(c: cutlass.Constexpr, args, s_scan: cute.Tensor, tid: Int32, cta: Int32) -> Span:
     """Block-wide scan over the requests; all threads of the CTA call it, and leave it behind a CTA barrier.
-    `request` and `before` mean nothing where start == end.
+    `request` and `before` mean nothing where the piece is empty.
     """
     lane, warp_idx = tid % 32, tid // 32
     warps = c.threads // 32
     chunk = (args.batch + c.threads - 1) // c.threads
     low = cutlass.min(tid * chunk, args.batch)
     high = cutlass.min(low + chunk, args.batch)
-    own = [Int32(0) for _ in range(4)]  # steps and groups in teams, steps and groups (blocks) without
+    own = [Int32(0) for _ in range(4)]
     longest = Int32(0)
     for b in cutlass.range(low, high, unroll=1):
-        blocks, steps = shape_of(c, args, load_request(args, b))
-        if (steps > 0) & (blocks > 0):
-            groups = groups_of(args, blocks, args.team)
-            own = [own[0] + groups * steps, own[1] + groups, own[2] + blocks * steps, own[3] + blocks]
-            longest = cutlass.max(longest, steps)
+        size = sizes_of(c, args, b)
+        own = [own[i] + size[i] for i in range(4)]
+        longest = cutlass.max(longest, size[4])
     upto = [own[i] + 0 for i in range(4)]
     for e in cutlass.range_constexpr(5):
         other = [cute.arch.shuffle_sync_up(upto[i], offset=1 << e) for i in range(4)]
@@ -162,75 +211,47 @@ def find_span(c: cutlass.Constexpr, args, s_scan: cute.Tensor, tid: Int32, cta: 
             before_all[i] = before_all[i] + v * earlier
             total_all[i] = total_all[i] + v
         longest = cutlass.max(longest, s_scan[w, 4])
-    team, steps, groups, teams = args.team, total_all[0], total_all[1], args.divisors.teams
-    own_steps, own_groups, before_steps, before_groups = own[0], own[1], before_all[0], before_all[1]
-    index, member = cta // args.divisors.team, cta % args.divisors.team
-    if steps.to(Int64) * (team * 8).to(Int64) > total_all[2].to(Int64) * Int64(9):
-        team, steps, groups, teams = Int32(1), total_all[2], total_all[3], args.divisors.ctas
-        own_steps, own_groups, before_steps, before_groups = own[2], own[3], before_all[2], before_all[3]
-        index, member = cta, Int32(0)
-    parts = parts_of_group(steps, groups, longest, teams, c.split_cost)
-    total, mine, before = steps, own_steps, before_steps
-    if parts > 0:
-        total, mine, before = groups * parts, own_groups * parts, before_groups * parts
-    start = team_share(total, teams, index)
-    end = team_share(total, teams, index + 1) if index < teams.divisor else start
-    if (start < end) & (before <= start) & (start < before + mine):
-        b = low
-        length = length_of(c, args, b, parts, team)
-        while before + length <= start:
-            before += length
-            b += 1
-            length = length_of(c, args, b, parts, team)
-        s_scan[warps, 0], s_scan[warps, 1] = b, before
+    line = line_of(c, args, total_all, longest, cta)
+    before = on_line(line, before_all)
+    if (line.start < line.end) & (before <= line.start) & (line.start < before + on_line(line, own)):
+        s_scan[warps, 0], s_scan[warps, 1] = find_request(c, args, line, low, before)
     cute.arch.sync_threads()
-    return Span(
-        start,
-        end,
-        total,
-        steps,
-        s_scan[warps, 0],
-        s_scan[warps, 1],
-        parts,
-        team,
-        cutlass.min(teams.divisor, total),
-        index,
-        member,
-    )
+    return Span(line, s_scan[warps, 0], s_scan[warps, 1])
 
 
 @cute.jit
 def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state):
     """state = body(segment, state) for each segment of a span that is not empty; returns the last state."""
-    pos, b, before = span.start, span.request, span.before
+    line = span.line
+    pos, b, before = line.start, span.request, span.before
     now = load_request(args, b)
     later = load_request(args, b + 1)  # fetched one request ahead: the loop never waits for a length
-    while pos < span.end:
+    while pos < line.end:
         blocks, steps = shape_of(c, args, now)
-        groups, length = groups_of(args, blocks, span.team), group_length(steps, span.parts)
+        groups, length = groups_of(args, blocks, line.team), group_length(steps, line.parts)
         while pos - before >= groups * length:
             before += groups * length
             b += 1
             now = later
             later = load_request(args, b + 1)
             blocks, steps = shape_of(c, args, now)
-            groups, length = groups_of(args, blocks, span.team), group_length(steps, span.parts)
+            groups, length = groups_of(args, blocks, line.team), group_length(steps, line.parts)
         group = Int32(0)
         if groups > 1:
             group = (pos - before) // length
         begin = before + group * length
         first = pos - begin
-        last = cutlass.min(length, span.end - begin)
+        last = cutlass.min(length, line.end - begin)
         pos += last - first
         cuts = Int32(0)
         if (first == 0) & (last < length):
-            cuts = owner_of(span.total, span.teams, begin + length - 1) - span.index + 1
-        if span.parts > 0:
-            if span.parts == 1:
+            cuts = owner_of(line.total, line.teams, begin + length - 1) - line.index + 1
+        if line.parts > 0:
+            if line.parts == 1:
                 last = steps
             else:
                 first, last = share(steps, length, first), share(steps, length, last)
-        block = group * span.team + span.member
+        block = group * line.team + line.member
         if block < blocks:
             state = body(Segment(b, now.kv_len, now.q_first, now.q_len, block, first, last, steps, cuts), state)
     return state
@@ -248,8 +269,8 @@ def first_row(c, args, seg):
 
 
 def visible(c, args, seg):
-    """KV tokens that the block's first and its last row see. Causal is bottom-right: token i of n sees kv_len - n + i
-    + 1.
+    """KV tokens that the block's first and its last row see. Causal is bottom-right: token i of n sees
+    kv_len - n + i + 1.
     """
     hidden = (seg.q_len - 1) * args.causal
     first = seg.kv_len - hidden + args.causal * (seg.block * c.rows // args.heads)

@@ -86,7 +86,9 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, s
         limit=cute.make_rmem_tensor((2,), Int32),
         slack=cutlass.min(Float32(c.lazy) / args.scale_log2, Float32(1e30)),  # finite: -inf + slack stays -inf
     )
-    work.walk(c, args, span, partial(attend_segment, c, w, me, mmas, smem, bars, args, span.team), (Int32(0), Int32(0)))
+    work.walk(
+        c, args, span, partial(attend_segment, c, w, me, mmas, smem, bars, args, span.line.team), (Int32(0), Int32(0))
+    )
 
 
 @cute.jit

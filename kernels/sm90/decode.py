@@ -205,10 +205,10 @@ class Decode:
         mmas = bundle(qk=mma_qk, pv=mma_pv, pv_own=mma_pv_own)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.producer_regs)
-            if span.start < span.end:
+            if span.line.start < span.line.end:
                 if warp_idx == 0:
                     tma = bundle(half=tma_half, m_half=m_half, rope=tma_rope, m_rope=m_rope)
-                    few = span.steps < c.evict_first_steps
+                    few = span.line.steps < c.evict_first_steps
                     policy = Int64(EVICT_FIRST) if few else Int64(EVICT_NORMAL)
                     load_kv(c, tma, smem, bars, args, span, policy)
                 else:
@@ -217,11 +217,11 @@ class Decode:
                 fill_empty(c, args, cta, tid - 32)
         elif warp_idx < 8:
             cute.arch.setmaxregister_increase(c.consumer_regs)
-            if span.start < span.end:
+            if span.line.start < span.line.end:
                 attend(c, 0, mmas, smem, bars, args, span, tid - 128)
         else:
             cute.arch.setmaxregister_increase(c.consumer_regs)
-            if span.start < span.end:
+            if span.line.start < span.line.end:
                 attend(c, 1, mmas, smem, bars, args, span, tid - 256)
 
 

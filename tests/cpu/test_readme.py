@@ -40,13 +40,18 @@ def cli(arguments: str) -> str:
 
 
 @pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=needs_gpu)])
-def test_python_blocks_run_in_order(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_blocks_run_in_order(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     torch.manual_seed(0)
     names: dict[str, Any] = {}
     for block in blocks(README, "python"):
         exec(compile(block, str(README), "exec"), names)
     assert names["device"] == ("cuda" if on_gpu else "cpu")
+    kernel, error = capsys.readouterr().out.splitlines()
+    assert ("reference" in kernel) != on_gpu
+    assert re.search(r"page_size.*16.*256.*48", error)
 
 
 @pytest.mark.parametrize("command", commands())

@@ -1,0 +1,86 @@
+"""Run by test_work_device.py: what work_device.py, compiled for the CPU, finds for the cases on standard input."""
+
+import json
+import os
+import sys
+from functools import partial
+from typing import Any
+
+os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; only host code is compiled
+
+import torch
+from cutlass import Int32, cute
+from cutlass.cute.runtime import from_dlpack
+from mla_cute.kernels.common import work_device as work
+from mla_cute.kernels.common.bundle import bundle
+
+
+@cute.jit
+def record(found: Any, cta: Any, seg: Any, count: Any) -> Any:
+    for i, value in enumerate((cta, seg.request, seg.block, seg.first, seg.last, seg.steps, seg.parts)):
+        found[count, i] = value
+    return count + 1
+
+
+class Probe:
+    @cute.jit
+    def __call__(
+        self,
+        seq_lens: cute.Tensor,
+        qo_indptr: cute.Tensor,
+        found: cute.Tensor,
+        count: cute.Tensor,
+        batch: Int32,
+        heads: Int32,
+        ctas: Int32,
+        team: Int32,
+        seq_len_q: Int32,
+    ) -> None:
+        c = bundle(rows=64, tile_tokens=128, split_cost=3)
+        args = bundle(
+            seq_lens=seq_lens,
+            qo_indptr=qo_indptr,
+            batch=batch,
+            heads=heads,
+            team=team,
+            max_kv_len=Int32(1 << 30),
+            seq_len_q=seq_len_q,
+            divisors=work.divisors(ctas, team),  # type: ignore[no-untyped-call]
+        )
+        sums, longest = [Int32(0) for _ in range(4)], Int32(0)
+        for b in range(batch):
+            size = work.sizes_of(c, args, b)
+            sums = [sums[i] + size[i] for i in range(4)]
+            longest = max(longest, size[4])
+        at = Int32(0)
+        for cta in range(ctas):
+            line = work.line_of(c, args, sums, longest, cta)
+            if line.start < line.end:
+                request, before = work.find_request(c, args, line, Int32(0), Int32(0))
+                at = work.walk(c, args, work.Span(line, request, before), partial(record, found, cta), at)
+        count[0] = at
+
+
+def given(tensor: torch.Tensor) -> Any:
+    return from_dlpack(tensor).mark_layout_dynamic()
+
+
+def main() -> None:
+    results: list[list[list[int]]] = []
+    compiled = None
+    for case in json.load(sys.stdin):
+        q_lens = case["q_lens"]
+        offsets = [sum(q_lens[:b]) for b in range(len(q_lens) + 1)]
+        found, count = torch.zeros(1 << 14, 7, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        lengths = (torch.tensor(values, dtype=torch.int32) for values in (case["kv_lens"], offsets))
+        tensors = [given(tensor) for tensor in (*lengths, found, count)]
+        sizes = [len(q_lens), case["heads"], case["ctas"], case["team"], 0 if case["packed"] else q_lens[0]]
+        if compiled is None:
+            compiled = cute.compile(Probe(), *tensors, *(Int32(size) for size in sizes))
+        compiled(*tensors, *sizes)
+        results.append(found[: int(count)].tolist())
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

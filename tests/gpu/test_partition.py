@@ -1,0 +1,50 @@
+"""The partition that the kernel makes on the device is the one that kernels/common/work.py makes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from mla_cute.kernels.common.work import partition
+
+import mla_cute
+from mla_cute.plan import forced_ctas
+from mla_cute.testing import make_case
+from tests.gpu.harness import workspace_bytes
+
+pytestmark = pytest.mark.cuda
+
+
+def lengths_of(rng: random.Random) -> tuple[list[int], int | list[int]]:
+    batch = rng.choice([1, 2, 5, 40, 500])
+    equal = rng.randint(1, 9000 if batch < 40 else 900)
+    ragged = [rng.choice([0, 1, 128, rng.randint(1, 3000 if batch < 40 else 400)]) for _ in range(batch)]
+    kv_lens = [equal] * batch if rng.random() < 0.4 else ragged
+    if rng.random() < 0.5:
+        return kv_lens, rng.choice([1, 1, 2, 4])
+    return kv_lens, [rng.choice([0, 1, 1, 4, 9]) for _ in range(batch - 1)] + [1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_split_info_equals_the_twin(device: torch.device, seed: int) -> None:
+    rng = random.Random(seed)
+    kv_lens, q_lens = lengths_of(rng)
+    heads, ctas = rng.choice([1, 16, 20, 64, 128]), rng.choice([None, 1, 7, 132, 200])
+    case = make_case(
+        "uniform", kv_lens, q_lens=q_lens, num_heads=heads, mask_type="dense", device=device, pool_factor=1
+    )
+    bytes_needed = workspace_bytes(case, ctas=ctas)
+    workspace = torch.full((bytes_needed,), 0x55, dtype=torch.uint8, device=device)
+    wrapper = mla_cute.BatchMLADecodePagedTSWrapper()
+    with forced_ctas(ctas):
+        wrapper.plan(**case.plan(), workspace_buffer=workspace)
+    wrapper.run(*case.tensors, **case.run(), validate=False)
+    assert wrapper._prepared is not None
+    plan = wrapper._prepared.plan
+    section = plan.sections[2]
+    info = workspace[section.offset : section.offset + section.bytes].view(torch.int32).view(-1, 4).tolist()
+    q_counts = [q_lens] * len(kv_lens) if isinstance(q_lens, int) else q_lens
+    _, splits = partition(kv_lens, q_counts, heads, plan.num_ctas, team=plan.team)
+    found = [tuple(row) if row[2] else None for row in info]
+    assert found == [tuple(split) if split else None for split in splits]
