@@ -15,7 +15,7 @@ attend.py.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -24,7 +24,7 @@ from ..common import work_device as work
 from ..common.bundle import bundle
 from .attend import attend
 from .config import DecodeConfig
-from .layouts import CHUNK, DTYPES, cache_view, slot_layout, swizzled, tiled_mma
+from .layouts import CHUNK, DTYPES, cache_view, query_view, slot_layout, swizzled, tiled_mma
 from .load import fill_empty, load_kv, load_query, prefetch_table
 
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
@@ -67,13 +67,19 @@ class Decode:
         ropes = (8, CHUNK, 1, c.page_rows // 8)
         tma_half, m_half = cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, halves), halves)
         tma_rope, m_rope = cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, ropes), ropes)
+        rows, even_rows = query_view(query)
+        box = (c.rows, CHUNK, c.head_dim // CHUNK)
+        tma_query, m_query = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
         flat_lse = cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse)))
         self.kernel(
             tma_half,
             m_half,
             tma_rope,
             m_rope,
+            tma_query,
+            m_query,
             query,
+            even_rows,
             block_tables,
             seq_lens,
             qo_indptr,
@@ -122,7 +128,10 @@ class Decode:
         m_half: cute.Tensor,
         tma_rope: cute.CopyAtom,
         m_rope: cute.Tensor,
+        tma_query: cute.CopyAtom,
+        m_query: cute.Tensor,
         query: cute.Tensor,
+        even_rows: Boolean,
         block_tables: cute.Tensor,
         seq_lens: cute.Tensor,
         qo_indptr: cute.Tensor,
@@ -169,12 +178,14 @@ class Decode:
             init_barriers(c, bars)
             cpasync.prefetch_descriptor(tma_half)
             cpasync.prefetch_descriptor(tma_rope)
+            cpasync.prefetch_descriptor(tma_query)
         if tid == 128:
             split_info[4 * cta + 2] = Int32(0)  # no block is cut yet; the same thread says otherwise later
         prefetch_table(c, block_tables, batch, cta, tid)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_launch_dependents()
         width = page_size // c.page_rows - 1
+        table_tokens = block_tables.shape[1].to(Int64) * page_size.to(Int64)  # passes 2**31 in a wide table
         args = bundle(
             query=query,
             block_tables=block_tables,
@@ -189,7 +200,7 @@ class Decode:
             seq_len_q=seq_len_q,
             causal=causal,
             heads=query.shape[2],
-            max_kv_len=cutlass.min(max_kv_len, block_tables.shape[1] * page_size),
+            max_kv_len=cutlass.min(max_kv_len.to(Int64), table_tokens).to(Int32),
             page_mask=width,  # copies of a page - 1; pages hold a power of two of them
             page_shift=cute.arch.popc(width),
             slot_rows=slot_rows,
@@ -212,7 +223,7 @@ class Decode:
                     policy = Int64(EVICT_FIRST) if few else Int64(EVICT_NORMAL)
                     load_kv(c, tma, smem, bars, args, span, policy)
                 else:
-                    load_query(c, smem, bars, args, span, tid - 32)
+                    load_query(c, tma_query, m_query, even_rows, smem, bars, args, span, tid - 32)
             if warp_idx > 0:
                 fill_empty(c, args, cta, tid - 32)
         elif warp_idx < 8:

@@ -7,7 +7,7 @@ one contiguous piece of the slot. V is the same bytes read column-major.
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32
+from cutlass import BFloat16, Float16, Float32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -52,6 +52,24 @@ def value_view(c, slots):
     """A slot tensor (tile, half, slots) as V: (half, tile, slots). The stride of the slots must be written out."""
     count = cute.size(slots, mode=[2])
     return cute.composition(slots, cute.make_layout((c.half, c.tile, count), stride=(c.tile, 1, c.tile * c.half)))
+
+
+@cute.jit
+def query_view(query):
+    """query (B, SQ, H, 576) as rows (SQ * H, 64, 9, B) for TMA, and whether its rows do lie evenly apart."""
+    batch, tokens, heads, dim = query.shape
+    apart, token, row = query.stride[0], query.stride[1], query.stride[2]
+    if heads == 1:
+        row = token
+    if batch == 1:  # the strides of such extents may be anything, which TMA does not take
+        apart = Int64(dim)
+    if (tokens == 1) & (heads == 1):
+        row = Int64(dim)
+    even = (tokens == 1) | (heads == 1) | (token == row * heads)
+    strides = (cute.assume(row, divby=8), 1, CHUNK, cute.assume(apart, divby=8))
+    return cute.make_tensor(
+        query.iterator, cute.make_layout((tokens * heads, CHUNK, dim // CHUNK, batch), stride=strides)
+    ), even
 
 
 def cache_view(kv_cache, page_rows):

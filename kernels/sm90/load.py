@@ -114,27 +114,50 @@ def gather(
 
 
 @cute.jit
-def load_query(c: cutlass.Constexpr, smem, bars, args, span, tid):
-    """The query warps: the 64 rows of each block, by 16-byte asynchronous copies, since rows are (token, head) pairs
-    of any stride. Rows past the last are zeros (which also saves power in the tensor cores).
-    """
-    work.walk(c, args, span, partial(query_segment, c, smem, bars, args, tid), Int32(1))
+def load_query(c: cutlass.Constexpr, tma, m_query, even_rows, smem, bars, args, span, tid):
+    """The query warps: the 64 rows of each block, in one TMA copy where (token, head) rows lie evenly apart."""
+    body = partial(query_segment, c, tma, m_query, even_rows, smem, bars, args, tid)
+    work.walk(c, args, span, body, Int32(1))
 
 
 @cute.jit
-def query_segment(c: cutlass.Constexpr, smem, bars, args, tid, seg, phase):
-    warp_idx, lane = tid // LANES, tid % LANES
+def query_segment(c: cutlass.Constexpr, tma, m_query, even_rows, smem, bars, args, tid, seg, phase):
+    warp_idx = cute.arch.make_warp_uniform(tid // LANES)
+    packed = args.seq_len_q == 0
+    batch = Int32(0) if packed else seg.request
+    cute.arch.mbarrier_wait(bars.query_empty, phase)
+    if even_rows & (warp_idx == 0):
+        # rows past the request's last are zeros or another's: no output has a part in them
+        first = seg.q_first * args.heads + seg.block * c.rows
+        box = (c.rows, CHUNK, c.head_dim // CHUNK)
+        source = cute.local_tile(cute.domain_offset((first, 0, 0, 0), m_query), box, (0, 0, 0, None))
+        target = cute.composition(smem.query, cute.make_layout(box))
+        to, frm = cpasync.tma_partition(
+            tma, 0, cute.make_layout(1), cute.group_modes(target, 0, 3), cute.group_modes(source, 0, 3)
+        )
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.query_full, c.rows * c.head_dim * 2)
+        cute.copy(tma, frm[None, batch], to[None], tma_bar_ptr=bars.query_full)
+    else:
+        if not even_rows:
+            copy_rows(c, smem, args, seg, batch, warp_idx, tid % LANES)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(bars.query_full)
+    return phase ^ 1
+
+
+@cute.jit
+def copy_rows(c: cutlass.Constexpr, smem, args, seg, batch, warp_idx, lane):
+    """A warp's share of the rows, by asynchronous copies of 16 bytes; rows past the last become zeros."""
     words = c.head_dim * 2 // WORD
     live = work.live_rows(c, args, seg)
     query, target = args.query, smem.query.iterator.toint()
-    batch = Int32(0) if args.seq_len_q == 0 else seg.request
     # lane l finds the address of the warp's l-th row
     flat = seg.block * c.rows + cutlass.min(warp_idx + lane * c.query_warps, live - 1)
     token = flat // args.heads
     head = flat - token * args.heads
     line = batch.to(Int64) * query.stride[0] + (seg.q_first + token).to(Int64) * query.stride[1]
     line = query.iterator.toint() + (line + head.to(Int64) * query.stride[2]) * 2
-    cute.arch.mbarrier_wait(bars.query_empty, phase)
     for i in cutlass.range((c.rows - warp_idx + c.query_warps - 1) // c.query_warps, unroll=1):
         row = warp_idx + i * c.query_warps
         source = cute.arch.shuffle_sync(line, i)
@@ -151,9 +174,6 @@ def query_segment(c: cutlass.Constexpr, smem, bars, args, tid, seg, phase):
     cute.arch.inline_ptx("cp.async.wait_all;")
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(bars.query_full)
-    return phase ^ 1
 
 
 @cute.jit
