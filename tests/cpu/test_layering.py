@@ -20,7 +20,7 @@ ALLOWED = {
     "problem": "",
     "errors": "",
     "device": "",
-    "plan": "errors problem",
+    "plan": "errors kernels problem",  # of kernels, the partition of work
     "dispatch": "errors problem",
     "validate": "problem",
     "reference": "problem",
@@ -146,7 +146,8 @@ for name in mla_cute.__all__:
     getattr(mla_cute, name)
 import torch
 mla_cute.get_batch_mla_decode_workspace_size(8, 16, 512, 64, 64, 4096, device="cpu")
-assert loaded("cutlass", "tvm_ffi") == ["mla_cute.kernels"]  # the folder, for the key of the disk cache
+kernels = "mla_cute.kernels"  # the folder, for the key of the disk cache; the partition, for the size of a launch
+assert set(loaded("cutlass", "tvm_ffi")) == {kernels, f"{kernels}.common", f"{kernels}.common.work"}
 assert not torch.cuda.is_initialized()
 print("light")
 """
