@@ -18,10 +18,11 @@ from cutlass.memory import SmemAllocator
 
 from .common.bundle import bundle
 from .common.math import row_result
+from .common.work import MAX_CTAS
 
 THREADS, WARPS, LANES = 256, 8, 32
 PER_SM = 4  # CTAs for each CTA of decode
-MAX_CTAS = THREADS  # CTAs of decode whose split_info one thread each can read
+assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of decode
 FEW = 8  # parts up to which a warp merges a row alone
 FLIGHT = 9  # parts of many that a warp has in flight: 132 parts take two rounds
 COLUMNS = 128  # of a chunk: 4 a lane
@@ -127,7 +128,7 @@ def merge(
     lane,
 ):
     """Fold parts first, first + step, ... of `chunks` column chunks of a row, `flight` parts at a time. Returns 4
-    columns a lane and chunk of O, and (reference, sum); O and the sum are relative to that reference.
+    columns a lane and chunk of O, and (shift, sum), which O and the sum are relative to.
     """
     acc = cute.make_rmem_tensor((4, chunks), Float32)
     stat = cute.make_rmem_tensor((2,), Float32)

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MAX_CTAS = 256  # of decode: combine reads the splits of so many
+
 
 class Segment(NamedTuple):
     request: int

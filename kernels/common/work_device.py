@@ -37,18 +37,19 @@ class Line(NamedTuple):
     member: Int32
 
 
+class Request(NamedTuple):
+    kv_len: Int32
+    q_first: Int32  # its first query token; 0 in fixed mode, where the batch index says which
+    q_len: Int32
+
+
 class Span(NamedTuple):
     """A CTA's piece of the line: it begins in `request`, whose own piece begins at `before`."""
 
     line: Line
     request: Int32
     before: Int32
-
-
-class Request(NamedTuple):
-    kv_len: Int32
-    q_first: Int32  # its first query token; 0 in fixed mode, where the batch index says which
-    q_len: Int32
+    lengths: Request
 
 
 class Segment(NamedTuple):
@@ -131,24 +132,26 @@ def parts_of_group(total: Int32, groups: Int32, longest: Int32, teams, split_cos
 
 
 @cute.jit
-def sizes_of(c: cutlass.Constexpr, args, b: Int32):
-    """Of a request: (steps and groups in teams, steps and groups in teams of one, steps of a group)."""
+def sizes_of(c: cutlass.Constexpr, args, b: Int32, team: Int32):
+    """(steps of all groups, groups, steps of one) of a request; all 0 where it has none."""
     blocks, steps = shape_of(c, args, load_request(args, b))
-    groups, depth = groups_of(args, blocks, args.team), steps
+    groups = groups_of(args, blocks, team)
     if (blocks == 0) | (steps == 0):
-        groups, blocks, depth = Int32(0), Int32(0), Int32(0)
-    return groups * steps, groups, blocks * steps, blocks, depth
+        groups, steps = Int32(0), Int32(0)
+    return groups * steps, groups, steps
+
+
+def wasteful(steps, team, alone):
+    """Whether teams have too many members without a block; `alone`: the steps if each block had a team of its own."""
+    return steps.to(Int64) * (team * 8).to(Int64) > alone.to(Int64) * Int64(9)
 
 
 @cute.jit
-def line_of(c: cutlass.Constexpr, args, sums, longest: Int32, cta: Int32) -> Line:
-    """Lay the batch out, from the sums of all sizes_of()."""
-    team, steps, groups, teams = args.team, sums[0], sums[1], args.divisors.teams
-    index, member = cta // args.divisors.team, cta % args.divisors.team
-    if steps.to(Int64) * (team * 8).to(Int64) > sums[2].to(Int64) * Int64(9):
-        # members without a block would waste more than an eighth
-        team, steps, groups, teams = Int32(1), sums[2], sums[3], args.divisors.ctas
-        index, member = cta, Int32(0)
+def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32, longest: Int32, cta: Int32) -> Line:
+    """Lay the batch out. team: args.team, or 1 where that is wasteful."""
+    teams, index, member = args.divisors.teams, cta // args.divisors.team, cta % args.divisors.team
+    if team == 1:
+        teams, index, member = args.divisors.ctas, cta, Int32(0)
     parts = parts_of_group(steps, groups, longest, teams, c.split_cost)
     total = groups * parts if parts > 0 else steps
     start = team_share(total, teams, index)
@@ -157,9 +160,7 @@ def line_of(c: cutlass.Constexpr, args, sums, longest: Int32, cta: Int32) -> Lin
 
 
 @cute.jit
-def on_line(line: Line, sums) -> Int32:
-    """Length on the line of requests whose sizes_of() add up to `sums`."""
-    steps, groups = (sums[2], sums[3]) if line.team == 1 else (sums[0], sums[1])
+def on_line(line: Line, steps: Int32, groups: Int32) -> Int32:
     return groups * line.parts if line.parts > 0 else steps
 
 
@@ -176,47 +177,71 @@ def find_request(c: cutlass.Constexpr, args, line: Line, first: Int32, begin: In
 
 
 @cute.jit
-def find_span(c: cutlass.Constexpr, args, s_scan: cute.Tensor, tid: Int32, cta: Int32) -> Span:
-    """Block-wide scan over the requests; all threads of the CTA call it, and leave it behind a CTA barrier.
-    `request` and `before` mean nothing where the piece is empty.
+def scan(c: cutlass.Constexpr, args, s_scan: cute.Tensor, low: Int32, high: Int32, tid: Int32, team: Int32):
+    """Sums of sizes_of() over the requests [low, high) of this thread, over those of all earlier threads, and over all:
+    ((steps, groups), (steps, groups), (steps, groups, longest)). Has a CTA barrier.
     """
     lane, warp_idx = tid % 32, tid // 32
-    warps = c.threads // 32
+    own_steps, own_groups, longest = Int32(0), Int32(0), Int32(0)
+    for b in cutlass.range(low, high, unroll=1):
+        steps, groups, depth = sizes_of(c, args, b, team)
+        own_steps += steps
+        own_groups += groups
+        longest = cutlass.max(longest, depth)
+    before_steps, before_groups = own_steps, own_groups
+    for e in cutlass.range_constexpr(5):
+        steps = cute.arch.shuffle_sync_up(before_steps, offset=1 << e)
+        groups = cute.arch.shuffle_sync_up(before_groups, offset=1 << e)
+        if lane >= (1 << e):
+            before_steps += steps
+            before_groups += groups
+    longest = cute.arch.warp_redux_sync(longest, kind="max")
+    if lane == 31:
+        s_scan[warp_idx, 0], s_scan[warp_idx, 1], s_scan[warp_idx, 2] = before_steps, before_groups, longest
+    cute.arch.sync_threads()
+    before_steps -= own_steps
+    before_groups -= own_groups
+    steps, groups = Int32(0), Int32(0)
+    for w in cutlass.range_constexpr(c.threads // 32):
+        if w < warp_idx:
+            before_steps += s_scan[w, 0]
+            before_groups += s_scan[w, 1]
+        steps += s_scan[w, 0]
+        groups += s_scan[w, 1]
+        longest = cutlass.max(longest, s_scan[w, 2])
+    return own_steps, own_groups, before_steps, before_groups, steps, groups, longest
+
+
+@cute.jit
+def find_span(c: cutlass.Constexpr, args, s_scan: cute.Tensor, tid: Int32, cta: Int32) -> Span:
+    """Block-wide scan over the requests; all threads of the CTA call it, and leave it behind a CTA barrier.
+    `request`, `before` and `lengths` mean nothing where the piece is empty.
+    """
+    found = c.threads // 32  # row of s_scan
     chunk = (args.batch + c.threads - 1) // c.threads
     low = cutlass.min(tid * chunk, args.batch)
     high = cutlass.min(low + chunk, args.batch)
-    own = [Int32(0) for _ in range(4)]
-    longest = Int32(0)
-    for b in cutlass.range(low, high, unroll=1):
-        size = sizes_of(c, args, b)
-        own = [own[i] + size[i] for i in range(4)]
-        longest = cutlass.max(longest, size[4])
-    upto = [own[i] + 0 for i in range(4)]
-    for e in cutlass.range_constexpr(5):
-        other = [cute.arch.shuffle_sync_up(upto[i], offset=1 << e) for i in range(4)]
-        take = (lane >= (1 << e)).to(Int32)
-        upto = [upto[i] + other[i] * take for i in range(4)]
-        longest = cutlass.max(longest, cute.arch.shuffle_sync_bfly(longest, offset=1 << e))
-    if lane == 31:
-        for i in cutlass.range_constexpr(4):
-            s_scan[warp_idx, i] = upto[i]
-        s_scan[warp_idx, 4] = longest
+    team = args.team
+    own_steps, own_groups, before_steps, before_groups, steps, groups, longest = scan(
+        c, args, s_scan, low, high, tid, team
+    )
+    if (args.seq_len_q == 0) & (team > 1):  # packed: requests may have few blocks
+        cute.arch.sync_threads()
+        alone = scan(c, args, s_scan, low, high, tid, Int32(1))
+        if wasteful(steps, team, alone[4]):
+            team = Int32(1)
+            own_steps, own_groups, before_steps, before_groups, steps, groups, longest = alone
+    line = line_of(c, args, team, steps, groups, longest, cta)
+    before = on_line(line, before_steps, before_groups)
+    mine = on_line(line, own_steps, own_groups)
+    if (line.start < line.end) & (before <= line.start) & (line.start < before + mine):
+        request, before = find_request(c, args, line, low, before)
+        lengths = load_request(args, request)
+        for i, v in enumerate((request, before, *lengths)):
+            s_scan[found, i] = v
     cute.arch.sync_threads()
-    before_all = [upto[i] - own[i] for i in range(4)]
-    total_all = [Int32(0) for _ in range(4)]
-    for w in cutlass.range_constexpr(warps):
-        earlier = (w < warp_idx).to(Int32)
-        for i in cutlass.range_constexpr(4):
-            v = s_scan[w, i]
-            before_all[i] = before_all[i] + v * earlier
-            total_all[i] = total_all[i] + v
-        longest = cutlass.max(longest, s_scan[w, 4])
-    line = line_of(c, args, total_all, longest, cta)
-    before = on_line(line, before_all)
-    if (line.start < line.end) & (before <= line.start) & (line.start < before + on_line(line, own)):
-        s_scan[warps, 0], s_scan[warps, 1] = find_request(c, args, line, low, before)
-    cute.arch.sync_threads()
-    return Span(line, s_scan[warps, 0], s_scan[warps, 1])
+    request, before, *lengths = [s_scan[found, i] for i in range(5)]
+    return Span(line, request, before, Request(*lengths))
 
 
 @cute.jit
@@ -224,7 +249,7 @@ def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state)
     """state = body(segment, state) for each segment of a span that is not empty; returns the last state."""
     line = span.line
     pos, b, before = line.start, span.request, span.before
-    now = load_request(args, b)
+    now = span.lengths
     later = load_request(args, b + 1)  # fetched one request ahead: the loop never waits for a length
     while pos < line.end:
         blocks, steps = shape_of(c, args, now)

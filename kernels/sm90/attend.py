@@ -22,6 +22,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..common import work_device as work
 from ..common.bundle import bundle
+from ..common.math import shift_of
 from .config import Barrier
 from .epilogue import finish
 from .layouts import CHUNK, value_view
@@ -116,6 +117,7 @@ def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, b
         issue_scores(c, w, me, mmas, bars, phase, 2, 9)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
+        arrive(bars.scored)
         for step in cutlass.range(seg.first, end - 1, unroll=1):
             left_half(c, w, me, mmas, smem, bars, args, seg, masked, step, phase)
             phase ^= 1
@@ -126,6 +128,7 @@ def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, b
             issue_scores(c, w, me, mmas, bars, phase, 2, 9)
             warpgroup.commit_group()
             warpgroup.wait_group(0)
+            arrive(bars.scored)
         arrive(bars.query_empty)
         left_half(c, w, me, mmas, smem, bars, args, seg, masked, end - 1, phase)
         warpgroup.wait_group(0)
@@ -144,7 +147,7 @@ def left_half(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, 
     """Scores of tile a at hand: softmax, O_L += P_a V_a, then issue O_L += P_b V_b."""
     clear_dead(c, w, me, smem, seg, 2 * step, 0)  # not behind the softmax: ptxas would compute P twice
     moved = softmax(c, w, me, smem, args, masked, 2 * step)
-    publish(c, w, me, bars.p_full)
+    publish(c, w, me, bars, phase)
     rescale(me, moved)
     warpgroup.fence()
     issue(mmas.pv_own, me.out, me.own_p, me.value[None, None, None, 0])
@@ -175,11 +178,12 @@ def right_half(
     issue(mmas.pv, me.out, me.p[None, None, None, 0], me.value[None, None, None, 1])
     warpgroup.commit_group()
     warpgroup.wait_group(1)
+    arrive(bars.scored + 1)
     if is_last:  # the query rows are read no more: the next block's may come
         arrive(bars.query_empty)
     clear_dead(c, w, me, smem, seg, 2 * step + 1, 2)
     moved = softmax(c, w, me, smem, args, masked, 2 * step + 1)
-    publish(c, w, me, bars.p_full + 1)
+    publish(c, w, me, bars, phase)
     warpgroup.wait_group(0)
     arrive(bars.half_empty + 1, bars.rope_empty)
     rescale(me, moved)
@@ -247,7 +251,7 @@ def softmax(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, masked, 
             if cute.arch.lane_idx() % 4 == 0:
                 smem.ref[me.row + 8 * r] = new
     for r in cutlass.range_constexpr(2):
-        shift = me.ref[r] * scale
+        shift = shift_of(c, me.ref[r], scale)
         shift = Float32(0.0) if shift == -Float32.inf else shift  # no token yet: P = 2**-inf = 0
         sums = [me.total[r]] + [Float32(0.0) for _ in range(3)]
         for k in cutlass.range_constexpr(16):
@@ -267,12 +271,13 @@ def move(me, r, new, scale):
 
 
 @cute.jit
-def publish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, bar):
-    """P of the own tile to shared memory, for the other warpgroup."""
+def publish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, bars, phase):
+    """P of the own tile to shared memory for the other warpgroup, once all four warps have read its rope columns."""
+    cute.arch.mbarrier_wait(bars.scored + w, phase)
     cute.copy(me.store, me.store.retile(me.own_p_acc), me.store_p[None, None, None, w])
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    arrive(bar)
+    arrive(bars.p_full + w)
 
 
 @cute.jit

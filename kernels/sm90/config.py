@@ -49,8 +49,6 @@ class DecodeConfig:
     query_warps: ClassVar[int] = 3
     producer_regs: ClassVar[int] = 40
     consumer_regs: ClassVar[int] = 232
-    # log2 units by which a score may pass the row's reference before O is rescaled: P stays below 2**8
-    lazy: ClassVar[float] = 8.0
     # Below this much work (226 MB of KV) the cache is read with evict_first. H200: 38 MB 31.0 -> 29.6 us, 76 MB 42.4 ->
     # 39.8 us, 151 MB 61.3 -> 59.4 us, but 1.2 GB 297 -> 315 us.
     evict_first_steps: ClassVar[int] = 1536
@@ -58,6 +56,18 @@ class DecodeConfig:
     @property
     def name(self) -> str:
         return f"sm90_r{self.rows}_{self.in_dtype}_{self.out_dtype}_p{self.page_rows}"
+
+    @property
+    def lazy(self) -> float:
+        """log2 units by which a score may pass its row's reference before O is rescaled."""
+        return 8.0 if self.in_dtype == "bf16" else 2.0
+
+    @property
+    def lift(self) -> float:
+        """log2 of a factor in P and its row sums. fp16 has 5 exponent bits: P fills them up to 2**15 (lazy + lift), so
+        that weights down to 2**-27 of the largest keep all their bits, as beside an attention sink they must.
+        """
+        return 0.0 if self.in_dtype == "bf16" else 13.0
 
     @property
     def smem_bytes(self) -> int:

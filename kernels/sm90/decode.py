@@ -180,7 +180,9 @@ class Decode:
             cpasync.prefetch_descriptor(tma_rope)
             cpasync.prefetch_descriptor(tma_query)
         if tid == 128:
-            split_info[4 * cta + 2] = Int32(0)  # no block is cut yet; the same thread says otherwise later
+            # No block is cut yet; the same thread says otherwise later. The combine of the launch before is over, since
+            # decode itself is launched without PDL.
+            split_info[4 * cta + 2] = Int32(0)
         prefetch_table(c, block_tables, batch, cta, tid)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_launch_dependents()
@@ -245,6 +247,7 @@ def barrier_counts(c):
         "half_empty": c.half_slots,
         "rope_full": c.rope_slots,
         "rope_empty": c.rope_slots,
+        "scored": 2,
         "p_full": 2,
     }
 

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from ..common import work_device as work
-from ..common.math import row_result
+from ..common.math import row_result, shift_of
 from .config import Barrier
 
 
@@ -24,6 +24,7 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg
     live = work.live_rows(c, args, seg)
     row = work.first_row(c, args, seg)
     if seg.last - seg.first < seg.steps:
+        live = cutlass.min(live, args.slot_rows)  # a longer request than was planned must not leave its slot
         store_partial(c, w, me, smem, args, team, seg, live, row)
     else:
         store_output(c, w, me, smem, args, live, row)
@@ -32,7 +33,7 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg
 
 @cute.jit
 def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, live, row):
-    """O and its row statistics (reference in log2 units, sum) as they are. The CTA in which the block begins tells
+    """O and its row statistics (shift, sum) as they are. The CTA in which the block begins tells
     combine.
     """
     slot = 2 * args.cta
@@ -49,7 +50,7 @@ def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, te
         at = slot * args.slot_rows + mine
         if const_expr(w == 0):
             if (lane == 0) & (mine < live):
-                stat[0] = me.ref[r] * args.scale_log2
+                stat[0] = shift_of(c, me.ref[r], args.scale_log2)
                 stat[1] = me.total[r] + smem.sum[mine, 1]
                 cute.autovec_copy(stat, cute.local_tile(args.part_stat, (2,), (at,)))
         # an even lane takes 4 columns of group k, its neighbour the same 4 of group k + 1: one 16-byte store
@@ -74,7 +75,7 @@ def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, liv
     groups = cute.make_tensor(me.out.iterator, cute.make_layout((2, 2, 4, c.half // 32), stride=(1, 2, 4, 16)))
     for r in cutlass.range_constexpr(2):
         mine = me.row + 8 * r
-        gain, lse = row_result(me.ref[r] * args.scale_log2, me.total[r] + smem.sum[mine, 1 - w], args)
+        gain, lse = row_result(shift_of(c, me.ref[r], args.scale_log2), me.total[r] + smem.sum[mine, 1 - w], args)
         if const_expr(w == 0):
             if (lane == 0) & (mine < live) & (args.lse_scale != 0.0):
                 args.lse[row + mine] = lse

@@ -12,8 +12,6 @@ from click.testing import CliRunner, Result
 
 import mla_cute
 from mla_cute import check, dispatch
-from mla_cute.bench import cases, report
-from mla_cute.bench.timing import Rates
 from mla_cute.cli import main
 from mla_cute.problem import MLAProblem
 
@@ -104,42 +102,8 @@ def test_check_fails_where_answers_are_wrong(monkeypatch: pytest.MonkeyPatch) ->
 @without_gpu
 def test_what_cannot_be_done_is_an_error_of_usage() -> None:
     for arguments, words in (
-        (("bench",), "bench measures a GPU, and torch sees none"),
         (("check", "--device", "cuda"), "torch sees no GPU"),
         (("check", "--select", "nothing"), "'nothing' matches no case"),
-        (("bench", "--cases", "1,2,3"), "a case is batch,query_tokens,heads,kv_len"),
-        (("bench", "--cases", "1,9,16,8"), "query_tokens <= kv_len"),
     ):
         result = invoke(*arguments)
         assert (result.exit_code, words in " ".join(result.output.split())) == (2, True), result.output
-
-
-def test_bench_counts_bytes_and_operations() -> None:
-    case = cases.parse("1,1,16,4096")
-    assert case in cases.DEFAULT
-    assert (case.bytes, case.flops) == (4_753_408, 142_606_336)
-    assert len(set(cases.DEFAULT)) == len(cases.DEFAULT)
-    assert [cases.parse(str(each)) for each in cases.DEFAULT] == list(cases.DEFAULT)
-
-
-def test_bench_compares_what_it_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
-
-    def median_seconds(launch: object) -> float:
-        launches.append(launch)
-        return 1e-6
-
-    rates = Rates(copy=1e12, gemm=1e14)
-    monkeypatch.setattr(report, "median_seconds", median_seconds)
-    monkeypatch.setattr(report, "measure_rates", lambda device: rates)
-    case = cases.parse("2,2,16,130")
-    (measured,), mean = report.run([case], torch.device("cpu"))
-    assert len(launches) == 1
-    assert mean == rates
-    assert measured.correct
-    assert "WRONG" not in measured.row(rates)
-    assert measured.bandwidth == case.bytes / 1e-6
-    broken = report.Measurement(case, 1e-6, float("nan"), "kernel")
-    assert not broken.correct
-    assert broken.row(rates).endswith("WRONG")
-    assert len(report.HEADER.split("  kernel")[0]) == measured.row(rates).index(f"  {measured.kernel}")

@@ -53,7 +53,7 @@ def test_wheel(copy: Path, tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if name.endswith(".py")} == installed_files()
-    assert "mla_cute/py.typed" in names
+    assert {"mla_cute/py.typed", "mla_cute/bench/anchors.json"} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"mla_cute"}  # it and its dist-info, no `kernels`
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

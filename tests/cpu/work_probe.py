@@ -47,17 +47,21 @@ class Probe:
             seq_len_q=seq_len_q,
             divisors=work.divisors(ctas, team),  # type: ignore[no-untyped-call]
         )
-        sums, longest = [Int32(0) for _ in range(4)], Int32(0)
+        steps, groups, longest, alone, blocks = (Int32(0) for _ in range(5))
         for b in range(batch):
-            size = work.sizes_of(c, args, b)
-            sums = [sums[i] + size[i] for i in range(4)]
-            longest = max(longest, size[4])
+            size, single = work.sizes_of(c, args, b, team), work.sizes_of(c, args, b, Int32(1))
+            steps, groups, longest = steps + size[0], groups + size[1], max(longest, size[2])
+            alone, blocks = alone + single[0], blocks + single[1]
+        used = team
+        if work.wasteful(steps, team, alone):  # type: ignore[no-untyped-call]
+            used, steps, groups = Int32(1), alone, blocks
         at = Int32(0)
         for cta in range(ctas):
-            line = work.line_of(c, args, sums, longest, cta)
+            line = work.line_of(c, args, used, steps, groups, longest, cta)
             if line.start < line.end:
                 request, before = work.find_request(c, args, line, Int32(0), Int32(0))
-                at = work.walk(c, args, work.Span(line, request, before), partial(record, found, cta), at)
+                span = work.Span(line, request, before, work.load_request(args, request))
+                at = work.walk(c, args, span, partial(record, found, cta), at)
         count[0] = at
 
 
