@@ -135,36 +135,58 @@ def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -
 
 
 @main.command()
+@click.option("--suite", type=click.Choice(["anchors", "shape"]), help="Default: anchors.")
 @click.option("--cases", multiple=True, metavar="B,SQ,H,S", help="Requests, query tokens, heads, length; repeatable.")
+@click.option(
+    "--plot",
+    "prefix",
+    metavar="PREFIX",
+    type=click.Path(path_type=Path),
+    help="Draw the roofline in PREFIX.png and PREFIX.svg. Needs matplotlib.",
+)
 @JSON
-def bench(cases: Sequence[str], json_file: Any) -> None:
+def bench(suite: str | None, cases: Sequence[str], prefix: Path | None, json_file: Any) -> None:
     """Measure the kernels on this GPU. Needs one: exit status 2 without.
 
     Median time of a launch with a cold L2, bf16, pages of 64 in random order. TB/s counts the cache once, the query and
     the output; TFLOP/s counts 2 * rows * S * 1088. "of copy" and "of gemm" are the ratios to what this machine reaches
-    in the same run: a 2 GiB copy (read and write counted) and an 8192^3 bf16 matrix product. Every output is compared
-    with the fp32 reference; a wrong one is marked and makes the exit status 1.
+    in the same run, before and after the rows: a 2 GiB copy (read and write counted) and an 8192^3 bf16 matrix product.
+    Every output is compared with the fp32 reference; a wrong one is marked and makes the exit status 1.
+
+    The suite "anchors" sets each row beside what FlashMLA, FlashInfer and FlashAttention-3 took on an H200; --cases
+    measures others in its place. The suite "shape" measures pairs in turn: unequal lengths, small pages and causal
+    queries against an even batch; "over" marks a ratio beyond its limit.
     """
     import torch
 
-    from mla_cute.bench import report
-    from mla_cute.bench.cases import DEFAULT, parse
+    from mla_cute.bench import anchors, plot, report, shape
+    from mla_cute.bench.cases import parse
 
+    pairs = suite == "shape"
+    if suite and cases:
+        raise click.UsageError("--suite and --cases exclude each other")
+    if prefix and (problem := "the suite shape has no roofline" if pairs else plot.problem(prefix)):
+        raise click.BadParameter(problem, param_hint="--plot")
     try:
-        chosen = [parse(text) for text in cases] or list(DEFAULT)
+        chosen = [parse(text) for text in cases] or list(anchors.load())
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--cases") from None
     if not torch.cuda.is_available():
         raise click.UsageError("bench measures a GPU, and torch sees none on this machine")
     device = torch.device("cuda", torch.cuda.current_device())
-    with tqdm(total=len(chosen), unit="case") as bar:
-        measured, rates = report.run(chosen, device, lambda _: bar.update())
-    click.echo(f"{torch.cuda.get_device_name(device)}, which reaches {rates}")
-    click.echo(report.HEADER)
-    for measurement in measured:
-        click.echo(measurement.row(rates))
-    _write(json_file, report.as_data(measured, rates, device))
-    raise SystemExit(0 if all(measurement.correct for measurement in measured) else 1)
+    gpu = torch.cuda.get_device_name(device)
+    items: Sequence[Any] = list(shape.pairs()) if pairs else chosen
+    measure: Any = shape.compare if pairs else report.measure
+    with tqdm(total=len(items), unit="row") as bar:
+        results, rates = report.run(items, measure, device, bar.update)
+    click.echo(f"{gpu}, which reaches {rates}")
+    click.echo(shape.HEADER if pairs else f"{anchors.explain()}\n{report.HEADER}")
+    for result in results:
+        click.echo(result.row(rates))
+    _write(json_file, report.as_data(results, rates, gpu))
+    if prefix:
+        plot.roofline(prefix, results, rates, gpu)
+    raise SystemExit(0 if all(result.correct for result in results) else 1)
 
 
 def _matching(

@@ -1,4 +1,4 @@
-"""What is measured: decode steps of equal lengths, from one short request to large batches of 128 heads."""
+"""What is measured: bf16 decode batches, and what they cost in bytes and operations."""
 
 from __future__ import annotations
 
@@ -11,65 +11,42 @@ ELEMENT = 2  # bytes of bf16
 
 @dataclass(frozen=True)
 class BenchCase:
-    """A bf16 batch in which every request has the same kv_len."""
+    """A bf16 batch. seq_lens: kv_len of each request; empty where all have kv_len, which else is only their name."""
 
     batch_size: int
     seq_len_q: int
     num_heads: int
     kv_len: int
+    seq_lens: tuple[int, ...] = ()
+    page_size: int = 64
+    mask_type: str = "causal"
 
     def __str__(self) -> str:
-        return f"{self.batch_size},{self.seq_len_q},{self.num_heads},{self.kv_len}"
+        shape = f"{self.batch_size},{self.seq_len_q},{self.num_heads},{self.kv_len}"
+        return f"varlen {shape}" if self.seq_lens else shape
 
     @property
-    def rows(self) -> int:
-        return self.batch_size * self.seq_len_q * self.num_heads
+    def lengths(self) -> tuple[int, ...]:
+        return self.seq_lens or (self.kv_len,) * self.batch_size
 
     @property
     def flops(self) -> int:
         """Multiplications and additions of QK and PV. What a causal mask hides is counted: it is less than one tile."""
-        return 2 * self.rows * self.kv_len * (HEAD_DIM + KV_LORA_RANK)
+        return 2 * self.seq_len_q * self.num_heads * sum(self.lengths) * (HEAD_DIM + KV_LORA_RANK)
 
     @property
     def bytes(self) -> int:
         """The cache read once, the query and the output."""
-        return ELEMENT * (self.batch_size * self.kv_len * HEAD_DIM + self.rows * (HEAD_DIM + KV_LORA_RANK))
+        rows = self.batch_size * self.seq_len_q * self.num_heads
+        return ELEMENT * (sum(self.lengths) * HEAD_DIM + rows * (HEAD_DIM + KV_LORA_RANK))
 
 
 def parse(text: str) -> BenchCase:
     """ "batch,query tokens,heads,kv_len". Raises ValueError."""
     try:
-        case = BenchCase(*map(int, text.split(",")))
-    except (ValueError, TypeError):
+        batch_size, seq_len_q, num_heads, kv_len = map(int, text.split(","))
+    except ValueError:
         raise ValueError(f"a case is batch,query_tokens,heads,kv_len, such as 128,1,16,8192; got {text!r}") from None
-    if min(case.batch_size, case.seq_len_q, case.num_heads, case.kv_len) < 1 or case.seq_len_q > case.kv_len:
+    if min(batch_size, seq_len_q, num_heads, kv_len) < 1 or seq_len_q > kv_len:
         raise ValueError(f"a case needs positive integers and query_tokens <= kv_len, got {text!r}")
-    return case
-
-
-DEFAULT = tuple(
-    BenchCase(*numbers)
-    for numbers in (
-        (1, 1, 16, 4096),
-        (1, 1, 16, 32768),
-        (1, 1, 16, 131072),
-        (1, 1, 64, 32768),
-        (1, 1, 128, 4096),
-        (1, 1, 128, 32768),
-        (16, 1, 16, 4096),
-        (16, 1, 128, 4096),
-        (64, 1, 16, 4096),
-        (128, 1, 16, 8192),
-        (32, 1, 16, 32768),
-        (128, 1, 32, 8192),
-        (64, 1, 64, 4096),
-        (128, 1, 64, 8192),
-        (64, 1, 128, 4096),
-        (128, 1, 128, 4096),
-        (132, 1, 128, 8192),
-        (64, 2, 128, 4096),
-        (128, 2, 128, 8192),
-        (64, 4, 128, 4096),
-        (64, 4, 16, 8192),
-    )
-)
+    return BenchCase(batch_size, seq_len_q, num_heads, kv_len)
