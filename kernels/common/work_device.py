@@ -82,17 +82,22 @@ def owner_of(total, parts, item):
     return (((item + 1).to(Int64) * parts.to(Int64) - 1) // total.to(Int64)).to(Int32)
 
 
+def query_offset(args, b):
+    """First query token of a request of a packed query."""
+    return cutlass.min(cutlass.max(args.qo_indptr[b], 0), args.total_q)
+
+
 @cute.jit
 def load_request(args, index: Int32) -> Request:
-    """Lengths of a request. A length below 0 counts as 0, one beyond the table or the plan is cut: no page id is read
-    past its row.
+    """Lengths of a request. A length below 0 counts as 0, one beyond the table or the plan is cut, and so are offsets
+    beyond the query: nothing outside the tensors is read or written, whatever they say.
     """
     b = cutlass.min(index, args.batch - 1)
     kv_len = cutlass.min(cutlass.max(args.seq_lens[b], 0), args.max_kv_len)
     q_first, q_len = Int32(0), args.seq_len_q
     if args.seq_len_q == 0:
-        q_first = args.qo_indptr[b]
-        q_len = args.qo_indptr[b + 1] - q_first
+        q_first = query_offset(args, b)
+        q_len = cutlass.max(query_offset(args, b + 1) - q_first, 0)
     return Request(kv_len, q_first, q_len)
 
 

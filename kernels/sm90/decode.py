@@ -202,6 +202,7 @@ class Decode:
             seq_len_q=seq_len_q,
             causal=causal,
             heads=query.shape[2],
+            total_q=query.shape[1],  # packed: of all requests
             max_kv_len=cutlass.min(max_kv_len.to(Int64), table_tokens).to(Int32),
             page_mask=width,  # copies of a page - 1; pages hold a power of two of them
             page_shift=cute.arch.popc(width),

@@ -185,7 +185,7 @@ def fill_empty(c: cutlass.Constexpr, args, cta, tid):
             token = request.q_first + b * args.seq_len_q
             fill_rows(c, args, token * args.heads, (token + request.q_len) * args.heads, tid)
     if args.seq_len_q == 0:
-        begin, end = args.qo_indptr[args.batch] * args.heads, args.query.shape[1] * args.heads
+        begin, end = work.query_offset(args, args.batch) * args.heads, args.total_q * args.heads
         each = (end - begin + args.num_ctas - 1) // args.num_ctas
         begin = cutlass.min(begin + cta * each, end)
         fill_rows(c, args, begin, cutlass.min(begin + each, end), tid)

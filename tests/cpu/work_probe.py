@@ -45,6 +45,7 @@ class Probe:
             team=team,
             max_kv_len=Int32(1 << 30),
             seq_len_q=seq_len_q,
+            total_q=Int32(1 << 30),
             divisors=work.divisors(ctas, team),  # type: ignore[no-untyped-call]
         )
         steps, groups, longest, alone, blocks = (Int32(0) for _ in range(5))

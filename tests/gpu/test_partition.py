@@ -11,7 +11,8 @@ from mla_cute.kernels.common.work import partition
 import mla_cute
 from mla_cute.plan import forced_ctas
 from mla_cute.testing import make_case
-from tests.gpu.harness import workspace_bytes
+
+from .harness import launch, workspace_bytes
 
 pytestmark = pytest.mark.cuda
 
@@ -48,3 +49,14 @@ def test_split_info_equals_the_twin(device: torch.device, seed: int) -> None:
     _, splits = partition(kv_lens, q_counts, heads, plan.num_ctas, team=plan.team)
     found = [tuple(row) if row[2] else None for row in info]
     assert found == [tuple(split) if split else None for split in splits]
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 2, 10**9, -7], [-(2**31), 2**31 - 1, 0, 0, 3], [9, 9, 0, 4, 1]])
+def test_offsets_that_make_no_sense_stay_inside_the_tensors(device: torch.device, offsets: list[int]) -> None:
+    """Nobody promises a result for them, but no fault, no hang and no write outside out, lse and workspace either."""
+    case = make_case("uniform", [300, 1, 64, 1000], q_lens=[1, 2, 3, 4], num_heads=64, device=device)
+    assert case.qo_indptr is not None
+    case.qo_indptr.copy_(torch.tensor(offsets, dtype=torch.int32, device=device))
+    for ctas in (None, 1, 7):
+        launch(case, ctas=ctas, validate=False)
+        torch.cuda.synchronize()
