@@ -29,7 +29,8 @@ def build(
 ) -> Path:
     """Compile kernels of one architecture into a bundle: a shared object each, and manifest.json.
 
-    configs: what to compile, as from dispatch.shipped("sm_90a"). No GPU is needed.
+    configs: what to compile, as from dispatch.shipped("sm_90a"); each once, however often it is named. No GPU is
+        needed.
     out_dir: an empty or new folder, or a bundle, which is replaced. It is written to at the end only.
     progress: called with each config when it is done.
     jobs: compiler processes. Two or more are fresh interpreters, so a script needs its `if __name__ == "__main__"`.
@@ -37,7 +38,7 @@ def build(
     Returns the folder. Raises ValueError for no configs or several architectures, FileExistsError for a folder that
     holds something else, OSError where there is no C compiler.
     """
-    out_dir = Path(out_dir)
+    out_dir, configs = Path(out_dir), tuple(dict.fromkeys(configs))
     arches = {config.arch for config in configs}
     if len(arches) != 1:
         raise ValueError(f"configs must be kernels of one architecture, got {sorted(arches) or 'none'}")
@@ -52,10 +53,12 @@ def build(
         rows = [_row(config, Path(scratch, f"{config.name}.so")) for config in configs]
         manifest = Path(scratch, bundle.MANIFEST)
         manifest.write_text(json.dumps(bundle.describe(arches.pop(), rows), indent=1) + "\n")
-        for stale in out_dir.glob("*.so") if old_manifest.exists() else ():
-            stale.unlink()
-        for name in [*(row["file"] for row in rows), bundle.MANIFEST]:
+        files = [row["file"] for row in rows]
+        for name in [*files, bundle.MANIFEST]:
             os.replace(Path(scratch, name), out_dir / name)
+        for stale in out_dir.glob("*.so"):
+            if stale.name not in files:
+                stale.unlink()
     return out_dir
 
 

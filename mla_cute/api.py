@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_cute import validate as checks
-from mla_cute.launch import Prepared, Views, prepare, run, size
+from mla_cute.launch import Prepared, Views, capturing, prepare, run, size
 from mla_cute.plan import forced
 from mla_cute.problem import KV_LORA_RANK, LSE_MODES, QK_ROPE_HEAD_DIM, MLAProblem
 from mla_cute.validate import Call
@@ -74,11 +74,12 @@ def batch_mla_decode_with_paged_kv_cache(
     call = Call(query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, out, lse)
     if validate:
         checks.check_ranks(call)
+        checks.check_devices(call, checks.resolve_device("query.device", query.device))
         checks.check_dims(kv_lora_rank, qk_rope_head_dim)
         checks.check_bool("return_lse", return_lse)
         checks.check_choice("lse_mode", lse_mode, LSE_MODES[1:])
     bounded = max_kv_len is not None and (qo_indptr is None or max_seq_len_q is not None)
-    if (validate or workspace_buffer is None or not bounded) and _capturing(query.device):
+    if (validate or workspace_buffer is None or not bounded) and capturing(query.device):
         raise RuntimeError(
             "capture in a CUDA graph needs validate=False, workspace_buffer, max_kv_len and, in the packed form, "
             "max_seq_len_q"
@@ -88,7 +89,7 @@ def batch_mla_decode_with_paged_kv_cache(
     problem = problem_of(call, max_seq_len_q, max_kv_len, mask_type, out_dtype, lse_mode)
     if validate:
         checks.check_problem(problem)
-        checks.check_run(problem, checks.resolve_device("query", query.device), call, workspace_buffer)
+        checks.check_run(problem, query.device, call, workspace_buffer)
         checks.check_metadata(problem, call)
     prepared = prepare(problem, query.device, forced())
     if validate and workspace_buffer is not None:
@@ -101,7 +102,8 @@ class BatchMLADecodePagedTSWrapper:
     """Decode in two steps: plan() once for a geometry, run() for every layer and step, also inside a CUDA graph.
 
     A wrapper owns one workspace, so only one of its runs or graph replays may be in flight; use a wrapper for each
-    stream.
+    stream. A captured graph holds the address of the workspace: as long as the graph is used, and while a run is in
+    flight, keep the wrapper and a workspace_buffer of yours, and do not plan the wrapper anew.
     """
 
     def __init__(self) -> None:
@@ -136,6 +138,9 @@ class BatchMLADecodePagedTSWrapper:
         validate: bool = True,
     ) -> None:
         """Choose and load the kernel (the first use of one may compile it), and size the workspace.
+
+        Loaded includes a launch on a request without tokens, so that a CUDA graph of runs can be captured straight
+        away. (A plan() during a capture launches nothing.)
 
         device: index, name or torch.device of a GPU, or "cpu" for the reference.
         batch_size, max_seq_len_q, max_kv_len: the most requests, query tokens a request (fixed form: exactly) and
@@ -210,7 +215,7 @@ class BatchMLADecodePagedTSWrapper:
             checks.check_bool("return_lse", return_lse)
             if qo_indptr is not None and not problem.packed:
                 raise ValueError("qo_indptr must be None, as the plan has packed_query=False")
-            if _capturing(prepared.device):
+            if capturing(prepared.device):
                 raise RuntimeError("run() can be captured in a CUDA graph only with validate=False")
             checks.check_ranks(call)
             checks.check_run(problem, prepared.device, call, self._workspace)
@@ -306,11 +311,3 @@ def problem_of(
         out_dtype=checks.dtype_name("out_dtype", out_dtype),
         lse_mode=lse_mode,
     )
-
-
-def _capturing(device: torch.device) -> bool:
-    """Whether the device's current stream is being captured."""
-    if device.type != "cuda":
-        return False
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()

@@ -36,11 +36,12 @@ def prims_ts_batch_mla_decode_with_kv_cache(
     """
     call = Call(query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, out, None)
     checks.check_ranks(call)
+    checks.check_devices(call, checks.resolve_device("query.device", query.device))
     checks.check_dims(kv_lora_rank, qk_rope_head_dim)
     checks.check_int("max_seq_len", max_seq_len)
     problem = problem_of(call, max_seq_len_q, max_seq_len, mask_type, out_dtype, "base2")
     checks.check_problem(problem)
-    checks.check_run(problem, checks.resolve_device("query", query.device), call, workspace_buffer)
+    checks.check_run(problem, query.device, call, workspace_buffer)
     checks.check_workspace(workspace_buffer, size(problem, query.device).workspace_bytes, query.device)
     result = batch_mla_decode_with_paged_kv_cache(
         query,

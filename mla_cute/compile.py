@@ -110,13 +110,18 @@ def _bundled(config: KernelConfig) -> Launch | None:
 def _cached(config: KernelConfig) -> Launch:
     """From the disk, compiled first if need be: once for all processes that ask at the same time."""
     path = cache.entry(config, options(config))
+    kernel: Launch | None = None
     if not cache.intact(path):
         with cache.locked(path) as writable:
             if not cache.intact(path):
-                kernel: Launch = compile_kernel(config)
+                kernel = compile_kernel(config)
                 if not writable or not cache.store(path, lambda file: _export(kernel, config, file)):
                     return kernel
-    return load(path, config.name)
+    try:
+        return load(path, config.name)
+    except (OSError, RuntimeError) as error:  # a folder mounted noexec, or a loader that refuses the file
+        cache.warn_once(f"the stored kernel {path} cannot be mapped ({error}): this process compiles its own")
+        return kernel or compile_kernel(config)
 
 
 def _import_dsl(config: KernelConfig) -> tuple[Any, Callable[[KernelConfig], tuple[Any, ...]]]:
@@ -151,7 +156,7 @@ def _import_for(arch: str) -> None:
 def _refusal(config: KernelConfig, why: str) -> str:
     return (
         f"kernel {config.name} would have to be compiled, but {why}. It is in no loaded bundle "
-        f"({', '.join(bundle.names()) or 'none is loaded'}) and not in the cache {cache.folder()}. Where the DSL is, "
-        f"`python -m mla_cute aot build --arch {config.arch} --select {config.name} -o DIR` makes a bundle; "
-        "name its folder in MLA_CUTE_AOT_DIR or pass it to mla_cute.aot.load"
+        f"({', '.join(bundle.names()) or 'none is loaded'}), and the cache {cache.folder()} has none that loads. "
+        f"Where the DSL is, `python -m mla_cute aot build --arch {config.arch} --select {config.name} -o DIR` makes a "
+        "bundle; name its folder in MLA_CUTE_AOT_DIR or pass it to mla_cute.aot.load"
     )

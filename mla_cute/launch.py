@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from mla_cute import dispatch
 from mla_cute.device import LARGEST_SM_COUNT, capability, sm_count
 from mla_cute.errors import UnsupportedProblem
 from mla_cute.plan import LargestTiling, Plan, make_plan
-from mla_cute.problem import KV_LORA_RANK, MLAProblem
+from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, MLAProblem
 from mla_cute.reference import decode_reference
-from mla_cute.validate import TORCH_DTYPES, Call
+from mla_cute.validate import LOG2_E, TORCH_DTYPES, Call, real
 
-LOG2_E = math.log2(math.e)
 LSE_SCALE = {"base2": 1.0, "basee": math.log(2)}  # factor on the log2 that kernels compute
 Views = tuple[Tensor, Tensor, Tensor, Tensor]
+_loaded: set[tuple[str, torch.device]] = set()  # kernels whose CUDA module is on the device
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,47 @@ class Prepared:
         return part_out, part_stat, split_info, part_stat.view(1, 1, -1)
 
 
-@lru_cache(maxsize=256)
 def prepare(problem: MLAProblem, device: torch.device, ctas: int | None) -> Prepared:
     """Choose, size and load. ctas is plan.forced(), an argument because results are cached by arguments.
 
     Raises UnsupportedProblem; RuntimeError where the kernel has to be compiled and cannot be.
     """
+    prepared = _prepare(problem, device, ctas)
+    key = prepared.kernel, device
+    if prepared.launch is not None and key not in _loaded and not capturing(device):
+        _load(prepared)
+        _loaded.add(key)
+    return prepared
+
+
+@lru_cache(maxsize=256)
+def _prepare(problem: MLAProblem, device: torch.device, ctas: int | None) -> Prepared:
     plan = size(problem, device)
     if device.type == "cpu":
         return Prepared(problem, device, plan, "reference in torch, for CPU tensors", None)
     config = dispatch.select(problem, capability(device))
     return Prepared(problem, device, plan, f"{config.name} {config}", compiler.get(config))
+
+
+def _load(prepared: Prepared) -> None:
+    """Launch the kernel on a request of no tokens: the first launch loads its CUDA module, which a capture forbids."""
+    smallest = replace(
+        prepared.problem, batch_size=1, num_heads=1, max_seq_len_q=1, max_kv_len=1, packed=False, lse_mode="none"
+    )
+    tiny = replace(prepared, problem=smallest, plan=Plan(num_ctas=1, slot_rows=1))
+    zeros = partial(torch.zeros, device=prepared.device)
+    query = zeros(1, 1, 1, HEAD_DIM, dtype=TORCH_DTYPES[smallest.q_dtype])
+    kv_cache = zeros(1, smallest.page_size, HEAD_DIM, dtype=TORCH_DTYPES[smallest.kv_dtype])
+    metadata = zeros(1, 1, dtype=torch.int32), zeros(1, dtype=torch.int32)
+    run(tiny, tiny.views(None), Call(query, kv_cache, *metadata, None, 1.0, 1.0, None, None), return_lse=False)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the device's current stream is being captured."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def size(problem: MLAProblem, device: torch.device) -> Plan:
@@ -82,9 +112,10 @@ def run(prepared: Prepared, views: Views | None, call: Call, return_lse: bool) -
         lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
     requests = call.qo_indptr.shape[0] - 1 if problem.packed and call.qo_indptr is not None else query.shape[0]
     if requests == 0 or query.shape[0] == 0:
-        out.zero_()  # packed rows that belong to no request, if any
-        if lse is not None:
-            lse.fill_(-math.inf)
+        with torch.no_grad():
+            out.zero_()  # packed rows that belong to no request, if any
+            if lse is not None:
+                lse.fill_(-math.inf)
     elif prepared.launch is None or views is None:
         _run_reference(problem, call, out, lse)
     else:
@@ -97,20 +128,22 @@ def run(prepared: Prepared, views: Views | None, call: Call, return_lse: bool) -
     return (out, lse) if return_lse and lse is not None else out
 
 
+@torch.no_grad()
 def _run_reference(problem: MLAProblem, call: Call, out: Tensor, lse: Tensor | None) -> None:
-    with torch.no_grad():
-        result, result_lse = decode_reference(
-            call.query,
-            call.kv_cache,
-            call.block_tables,
-            call.seq_lens,
-            qo_indptr=call.qo_indptr if problem.packed else None,
-            mask_type=problem.mask_type,
-            bmm1_scale=float(call.bmm1_scale),
-            bmm2_scale=float(call.bmm2_scale),
-            out_dtype=out.dtype,
-            lse_mode=problem.lse_mode,
-        )
+    bmm1_scale, bmm2_scale = real("bmm1_scale", call.bmm1_scale), real("bmm2_scale", call.bmm2_scale)
+    capacity = call.block_tables.shape[1] * problem.page_size  # of tokens; lengths are cut as kernels cut them
+    result, result_lse = decode_reference(
+        call.query,
+        call.kv_cache,
+        call.block_tables,
+        call.seq_lens.clamp(max=min(problem.max_kv_len, capacity)),
+        qo_indptr=call.qo_indptr if problem.packed else None,
+        mask_type=problem.mask_type,
+        bmm1_scale=float(bmm1_scale),
+        bmm2_scale=float(bmm2_scale),
+        out_dtype=out.dtype,
+        lse_mode=problem.lse_mode,
+    )
     out.copy_(result)
     if lse is not None:
         lse.copy_(result_lse)
@@ -152,7 +185,7 @@ def launch_arguments(
         plan.slot_rows,
         plan.num_ctas,
         plan.team,
-        float(call.bmm1_scale) * LOG2_E,
-        float(call.bmm2_scale),
+        call.bmm1_scale * LOG2_E,  # without float(), which waits for a CUDA tensor: the kernel refuses one
+        call.bmm2_scale * 1.0,
         lse_scale,
     )

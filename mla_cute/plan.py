@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mla_cute.errors import UnsupportedProblem
-from mla_cute.kernels.common.work import best_team
+from mla_cute.kernels.common.work import MAX_CTAS, best_team
 from mla_cute.problem import INT32_MAX, KV_LORA_RANK, MLAProblem
 
 ALIGNMENT = 256  # bytes, of every section of the workspace
@@ -82,14 +82,16 @@ def make_plan(problem: MLAProblem, tiling: Tiling, sm_count: int) -> Plan:
             f"batch_size={problem.batch_size}, max_seq_len_q={problem.max_seq_len_q}, num_heads={problem.num_heads}, "
             f"max_kv_len={problem.max_kv_len} make {units} tiles; at most {INT32_MAX} can be counted"
         )
-    num_ctas = _forced.get() or max(1, min(units, sm_count))
+    num_ctas = _forced.get() or max(1, min(units, sm_count, MAX_CTAS))
     return Plan(num_ctas, min(tiling.rows, rows), best_team(row_tiles, num_ctas))
 
 
 @contextmanager
 def forced_ctas(count: int | None) -> Iterator[None]:
-    """Within the block, plans get this many CTAs (so, of splits) whatever the GPU. For tests and measurements
-    only."""
+    """Within the block, plans get this many CTAs (so, of splits) whatever the GPU; None: as many as ever. For tests
+    and measurements only. ValueError outside 1..MAX_CTAS."""
+    if count is not None and not 1 <= count <= MAX_CTAS:
+        raise ValueError(f"count must be in 1..{MAX_CTAS}, got {count}")
     token = _forced.set(count)
     try:
         yield

@@ -30,6 +30,7 @@ from mla_cute.problem import (
     MLAProblem,
 )
 
+LOG2_E = math.log2(math.e)  # kernels multiply scores by bmm1_scale * LOG2_E and take powers of two
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -48,8 +49,9 @@ class Call(NamedTuple):
     lse: Tensor | None
 
     def inputs(self) -> dict[str, Tensor]:
-        """By name, in the order of the signature."""
-        return {name: tensor for name, tensor in zip(self._fields[:5], self[:5], strict=True) if tensor is not None}
+        """By name, in the order of the signature; qo_indptr only if it is given."""
+        required = dict(zip(self._fields[:4], self[:4], strict=True))
+        return required if self.qo_indptr is None else required | {"qo_indptr": self.qo_indptr}
 
     @property
     def requests(self) -> int:
@@ -82,17 +84,22 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         fail(name, f"be one of {', '.join(map(repr, choices))}", repr(value))
 
 
-def check_scale(name: str, value: object) -> None:
-    """A real number that is finite and positive, also as fp32."""
+def real(name: str, value: object) -> numbers.Real:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        fail(name, "be a real number", f"{value!r} of type {type(value).__name__}", TypeError)
-    else:
-        try:
-            rounded = struct.unpack("f", struct.pack("f", float(value)))[0]
-        except OverflowError:
-            rounded = math.inf
-        if not 0 < rounded < math.inf:  # NaN fails too
-            fail(name, "be finite and positive in fp32", value)
+        raise TypeError(f"{name} must be a real number, got {value!r} of type {type(value).__name__}")
+    return value
+
+
+def check_scale(name: str, value: object, factor: float = 1.0) -> None:
+    """A real number that is finite and positive in fp32, and so is `factor` times it."""
+    number = real(name, value)
+    try:
+        rounded = struct.unpack("2f", struct.pack("2f", float(number), float(number) * factor))
+    except OverflowError:
+        rounded = (math.inf,)
+    if not all(0 < x < math.inf for x in rounded):  # NaN fails too
+        times = "" if factor == 1.0 else f", {factor:.4g} times it too"
+        fail(name, f"be finite and positive in fp32{times}", value)
 
 
 def check_dims(kv_lora_rank: object, qk_rope_head_dim: object) -> None:
@@ -119,6 +126,8 @@ def resolve_device(name: str, device: object) -> torch.device:
         raise TypeError(
             f"{name} must be an int, a str or a torch.device, got {device!r} of type {type(device).__name__}"
         )
+    if isinstance(device, str) and device.startswith("cuda:") and device[5:].isdecimal():
+        device = int(device[5:])
     if isinstance(device, int):
         if not 0 <= device < 128:  # torch keeps an index in 8 bits
             fail(name, "be the index of a GPU", device)
@@ -129,6 +138,8 @@ def resolve_device(name: str, device: object) -> torch.device:
         raise TypeError(f"{name} must be the name of a device, got {device!r}") from error
     if resolved.type not in ("cuda", "cpu"):
         fail(name, "be a CUDA device or the CPU", resolved)
+    if resolved.type == "cpu":
+        return torch.device("cpu")  # "cpu:0" is no other device, but compares so
     if resolved.type == "cuda" and torch.cuda.is_available():
         if resolved.index is None:
             return torch.device("cuda", torch.cuda.current_device())
@@ -179,8 +190,8 @@ def check_ranks(call: Call) -> None:
     ranks = {"query": (query_rank,), "kv_cache": (3, 4), "block_tables": (2,), "seq_lens": (1,), "qo_indptr": (1,)}
     for name, tensor in inputs.items():
         if tensor.ndim not in ranks[name]:
-            allowed = " or ".join(map(str, ranks[name])) + f" dimensions ({form})" * (name == "query")
-            fail(name, f"have {allowed}", list(tensor.shape))
+            allowed = " or ".join(map(str, ranks[name]))
+            fail(name, f"have {allowed} dimensions" + f" ({form})" * (name == "query"), list(tensor.shape))
     for name in ("query", "kv_cache"):
         shape = list(inputs[name].shape)
         if shape[-1] != HEAD_DIM:
@@ -189,15 +200,22 @@ def check_ranks(call: Call) -> None:
             fail(name, "have only positive extents", shape)
     if call.kv_cache.ndim == 4 and call.kv_cache.shape[1] != 1:
         fail("kv_cache", "have extent 1 in dimension 1 of 4", list(call.kv_cache.shape))
+    if call.requests < 0:
+        fail("qo_indptr", "have one element more than there are requests", 0)
+
+
+def check_devices(call: Call, device: torch.device) -> None:
+    for name, tensor in call.inputs().items():
+        if tensor.device != device:
+            fail(name, f"be on {device}", tensor.device)
 
 
 def find_bounds(call: Call, max_kv_len: int | None, max_seq_len_q: int | None) -> tuple[int, int | None]:
     """Bounds that a call leaves out, from its metadata: waits for the device where there is one to find."""
-    qo_indptr = call.qo_indptr
     if max_kv_len is None:
         max_kv_len = max([1, *call.seq_lens[: call.requests].tolist()])
-    if max_seq_len_q is None and qo_indptr is not None:
-        max_seq_len_q = max([0, *qo_indptr.diff().tolist()])
+    if max_seq_len_q is None and call.qo_indptr is not None:
+        max_seq_len_q = max([0, *_query_lengths(call.qo_indptr.cpu(), call.query.shape[0]).tolist()])
         if max_seq_len_q == 0:
             raise ValueError("max_seq_len_q must be given where qo_indptr gives no request a query token, got None")
     return max_kv_len, max_seq_len_q
@@ -205,7 +223,7 @@ def find_bounds(call: Call, max_kv_len: int | None, max_seq_len_q: int | None) -
 
 def check_run(problem: MLAProblem, device: torch.device, call: Call, workspace: Tensor | None) -> None:
     """All of a call but values on the device, after check_ranks."""
-    check_scale("bmm1_scale", call.bmm1_scale)
+    check_scale("bmm1_scale", call.bmm1_scale, LOG2_E)
     check_scale("bmm2_scale", call.bmm2_scale)
     _check_inputs(problem, device, call)
     rows = call.query.shape[:-1]
@@ -221,9 +239,7 @@ def check_run(problem: MLAProblem, device: torch.device, call: Call, workspace: 
 def _check_inputs(problem: MLAProblem, device: torch.device, call: Call) -> None:
     inputs, requests = call.inputs(), call.requests
     query, kv_cache, qo_indptr = call.query, call.kv_cache, call.qo_indptr
-    for name, tensor in inputs.items():
-        if tensor.device != device:
-            fail(name, f"be on {device}", tensor.device)
+    check_devices(call, device)
     for name, dtype in (("query", problem.q_dtype), ("kv_cache", problem.kv_dtype)):
         if inputs[name].dtype != TORCH_DTYPES[dtype]:
             fail(name, f"have dtype {TORCH_DTYPES[dtype]}", inputs[name].dtype)
@@ -243,8 +259,6 @@ def _check_inputs(problem: MLAProblem, device: torch.device, call: Call) -> None
 
 
 def _check_query(problem: MLAProblem, query: Tensor, requests: int, qo_indptr: Tensor | None) -> None:
-    if requests < 0:
-        fail("qo_indptr", "have one element more than there are requests", 0)
     if requests > problem.batch_size:
         name = "query" if qo_indptr is None else "qo_indptr"
         fail(name, f"describe at most {problem.batch_size} requests (batch_size)", requests)
@@ -356,7 +370,10 @@ def check_metadata(problem: MLAProblem, call: Call) -> None:
     if call.qo_indptr is None:
         q_lens = torch.full((rows,), problem.max_seq_len_q)
     else:
-        q_lens = _check_offsets(problem, call.qo_indptr.cpu(), rows)
+        q_lens = _query_lengths(call.qo_indptr.cpu(), rows)
+        if bad := _where(q_lens > problem.max_seq_len_q):
+            allowed = f"give each request at most max_seq_len_q={problem.max_seq_len_q} query tokens"
+            fail("qo_indptr", allowed, f"{int(q_lens[bad])} for request {bad[0]}")
     lengths = call.seq_lens[: call.requests].cpu()
     if bad := _where(lengths < 0):
         fail(f"seq_lens[{bad[0]}]", "not be negative", int(lengths[bad]))
@@ -373,7 +390,8 @@ def check_metadata(problem: MLAProblem, call: Call) -> None:
         fail(f"block_tables[{bad[0]}, {bad[1]}]", f"be a page id in 0..{pool - 1}", int(table[bad]))
 
 
-def _check_offsets(problem: MLAProblem, offsets: Tensor, rows: int) -> Tensor:
+def _query_lengths(offsets: Tensor, rows: int) -> Tensor:
+    """Query tokens of each request. ValueError unless the offsets rise from 0 to the number of rows."""
     q_lens = offsets.diff()
     if int(offsets[0]) != 0:
         fail("qo_indptr[0]", "be 0", int(offsets[0]))
@@ -381,9 +399,6 @@ def _check_offsets(problem: MLAProblem, offsets: Tensor, rows: int) -> Tensor:
         fail("qo_indptr", "not decrease", f"{offsets[bad[0] : bad[0] + 2].tolist()} at {bad[0]}")
     if int(offsets[-1]) != rows:
         fail("qo_indptr[-1]", f"be the number of query rows, {rows}", int(offsets[-1]))
-    if bad := _where(q_lens > problem.max_seq_len_q):
-        allowed = f"give each request at most max_seq_len_q={problem.max_seq_len_q} query tokens"
-        fail("qo_indptr", allowed, f"{int(q_lens[bad])} for request {bad[0]}")
     return q_lens
 
 

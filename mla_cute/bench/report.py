@@ -101,7 +101,8 @@ class Measurement:
         return (
             f"{self.case!s:>21} {self.seconds * 1e6:8.1f} "
             f"{self.bandwidth / 1e12:5.2f} {self.bandwidth / rates.copy:7.3f} "
-            f"{self.flop_rate / 1e12:7.1f} {self.flop_rate / rates.gemm:7.3f} {self.error:8.1e} {beside}  {self.kernel}"
+            f"{self.flop_rate / 1e12:7.1f} {self.flop_rate / rates.gemm:7.3f} {self.error:8.1e} {beside}  "
+            f"{self.kernel.split()[0]}"
             f"{'' if self.correct else '  WRONG'}"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,34 @@ def test_a_bundle_is_replaced_as_a_whole(tmp_path: Path) -> None:
     digest = hashlib.sha256((folder / "toy_3.so").read_bytes()).hexdigest()
     row = {"name": "toy_3", "config": "ToyConfig(number=3)", "file": "toy_3.so", "sha256": digest}
     assert (manifest["arch"], manifest["kernels"]) == ("sm_90a", [row])
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_config_that_is_named_twice_is_built_once(jobs: int, tmp_path: Path) -> None:
+    assert run(BUILD.format(numbers=[2, 1, 2], folder=str(tmp_path), jobs=jobs)) == "['toy_1', 'toy_2']"
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [row["name"] for row in manifest["kernels"]] == ["toy_2", "toy_1"]
+
+
+def test_old_kernels_stay_until_the_new_bundle_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(config: ToyConfig, scratch: Path) -> ToyConfig:
+        (scratch / f"{config.name}.so").write_bytes(b"new kernel")
+        return config
+
+    def fail(source: Path, target: Path) -> None:
+        if target.name == bundle.MANIFEST:
+            raise OSError("no space left")
+        replace(source, target)
+
+    replace = os.replace
+    monkeypatch.setattr(aot, "_compile_one", fake)
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="no space left"):
+        aot.build([ToyConfig(2)], folder)
+    assert aot.load(folder) == ("toy_1",)
+    monkeypatch.setattr(os, "replace", replace)
+    aot.build([ToyConfig(2)], folder)
+    assert aot.load(folder) == ("toy_2",) and not (folder / "toy_1.so").exists()
 
 
 def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path: Path) -> None:

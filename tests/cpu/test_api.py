@@ -284,6 +284,32 @@ def test_without_validation_negative_lengths_are_empty_and_short_ones_masked() -
     assert (out[0, :2] == 0).all() and (lse[0, :2] == -math.inf).all() and lse[0, 2:].isfinite().all()
 
 
+@pytest.mark.parametrize("q_lens", [2, (2, 0, 3, 1)])
+def test_without_validation_long_lengths_are_cut(q_lens: int | Sequence[int]) -> None:
+    """At max_kv_len, and at what a table row can hold: as kernels do."""
+    for longest, capacity in ((200, 200), (256, 1000)):
+        case = make_case("uniform", [longest] * 3 + [70], q_lens=q_lens)
+        wrapper = planned(case, max_kv_len=capacity)
+        lengths = torch.tensor([longest + 1, 2**31 - 1, longest, 70], dtype=torch.int32)
+        out, lse = wrapper.run(*case.tensors[:3], lengths, **case.run(return_lse=True, validate=False))
+        assert_close(out, lse, *expected_of(case, "base2"), lse_mode="base2")
+
+
+def test_without_validation_a_tensor_is_no_scale() -> None:
+    case = make_case("uniform", (5,))
+    for name in ("bmm1_scale", "bmm2_scale"):
+        with pytest.raises(TypeError, match=name):
+            planned(case).run(*case.tensors, **case.run() | {name: torch.ones(1), "validate": False})
+
+
+def test_outputs_that_require_grad_are_written() -> None:
+    for case in (make_case("uniform", LENGTHS), make_case("uniform", (), max_kv_len=128)):
+        out = torch.zeros(*case.query.shape[:-1], 512, dtype=torch.bfloat16, requires_grad=True)
+        lse = torch.zeros(case.query.shape[:-1], requires_grad=True)
+        planned(case, batch_size=4).run(*case.tensors, out=out, lse=lse)
+        assert_exact(out.detach(), expected_of(case)[0])
+
+
 # --- plan and run ---
 
 
@@ -388,7 +414,7 @@ def test_workspace_size_without_a_gpu_is_the_largest() -> None:
 
 @pytest.mark.parametrize("requirement", ["validate", "workspace_buffer", "max_kv_len", "max_seq_len_q"])
 def test_capture_of_the_one_shot_function(requirement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_capturing", lambda device: True)
+    monkeypatch.setattr(api, "capturing", lambda device: True)
     case = make_case("uniform", (5, 7), q_lens=(1, 1))
     complete = case.call(validate=False, workspace_buffer=torch.zeros(1 << 24, dtype=torch.int8))
     assert_exact(one_shot(*case.tensors, **complete), expected_of(case)[0])
@@ -400,7 +426,7 @@ def test_capture_of_the_one_shot_function(requirement: str, monkeypatch: pytest.
 def test_capture_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("uniform", (5, 7))
     wrapper = planned(case)
-    monkeypatch.setattr(api, "_capturing", lambda device: True)
+    monkeypatch.setattr(api, "capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="validate"):
         wrapper.run(*case.tensors)
     assert_exact(wrapper.run(*case.tensors, validate=False), expected_of(case)[0])

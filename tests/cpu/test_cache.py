@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -58,6 +59,44 @@ def test_a_truncated_kernel_is_compiled_again(tmp_path: Path) -> None:
     entries[0].write_bytes(entries[0].read_bytes()[:5000])
     assert run(GET_TOY, MLA_CUTE_CACHE_DIR=tmp_path) == "1"
     assert run(GET_TOY, MLA_CUTE_CACHE_DIR=tmp_path) == "0"
+
+
+def test_an_intact_kernel_that_cannot_be_mapped_is_compiled_in_each_process(tmp_path: Path) -> None:
+    assert run(GET_TOY, MLA_CUTE_CACHE_DIR=tmp_path) == "2"
+    for entry in (entries := sorted(tmp_path.glob("*.so"))):
+        text = b"whole, and no shared object" * 9
+        entry.write_bytes(text + hashlib.sha256(text).digest())
+        assert cache.intact(entry)
+    for _ in range(2):
+        compiled, *warnings = run(GET_TOY, MLA_CUTE_CACHE_DIR=tmp_path).split("|")
+        assert compiled == "2"
+        assert len(warnings) == 2
+        assert all(f"{entry} cannot be mapped" in warning for entry, warning in zip(entries, warnings, strict=True))
+
+
+@pytest.mark.parametrize("failure", [OSError, RuntimeError])
+def test_a_kernel_that_was_just_stored_is_not_compiled_again(
+    failure: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder that is mounted noexec."""
+
+    def refuse(*_: object) -> None:
+        raise failure("failed to map segment")
+
+    def compile_anew(config: ToyConfig) -> Callable[..., None]:
+        compiled.append(config)
+        return print
+
+    compiled: list[ToyConfig] = []
+    monkeypatch.setenv("MLA_CUTE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "compile_kernel", compile_anew)
+    monkeypatch.setattr(compile, "_export", lambda kernel, config, path: export("int answer;")(path))
+    monkeypatch.setattr(compile, "load", refuse)
+    for kernels_compiled in (1, 2):  # by the process that stores it, and by the next
+        with pytest.warns(RuntimeWarning, match="failed to map segment"):
+            cache.warn_once.cache_clear()
+            assert compile._cached(ToyConfig()) is print
+        assert compiled == [ToyConfig()] * kernels_compiled
 
 
 def test_eight_processes_on_a_cold_folder_compile_once(tmp_path: Path) -> None:

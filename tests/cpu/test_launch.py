@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,14 +12,14 @@ import torch
 from mla_cute.kernels.common import abi
 
 import mla_cute
-from mla_cute import api, dispatch, launch
+from mla_cute import api, compile, dispatch, launch
 from mla_cute.plan import LargestTiling, forced_ctas, make_plan
 from mla_cute.problem import MLAProblem
 from mla_cute.testing import Case, make_case, poisoned
 from mla_cute.validate import Call
 
 LENGTHS = (70, 0, 33, 128)
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 def call_of(case: Case, **changes: Any) -> Call:
@@ -83,6 +83,78 @@ def test_what_a_kernel_is_given(q_lens: int | Sequence[int], lse_mode: str, monk
     assert given["scale_log2"] == pytest.approx(2 * math.log2(math.e))
     assert given["out_scale"] == 0.5
     assert given["lse_scale"] == {"none": 0.0, "base2": 1.0, "basee": math.log(2)}[lse_mode]
+
+
+def test_scales_reach_a_kernel_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("uniform", (5,))
+    prepared, received = recorder(problem_of(case), ctas=1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: prepared.device.index)
+    first = abi.ARGUMENTS.index("scale_log2")
+    for scale in (2, 2.0):
+        launch.run(prepared, prepared.views(None), call_of(case, bmm1_scale=scale, bmm2_scale=scale), False)
+        assert received[first : first + 2] == [2 * math.log2(math.e), 2.0]
+        assert all(type(value) is float for value in received[first:])
+        received.clear()
+    away = torch.ones(1, device="meta")  # has no value to wait for: reading it is an error
+    launch.run(prepared, prepared.views(None), call_of(case, bmm1_scale=away, bmm2_scale=away), False)
+    assert all(isinstance(value, torch.Tensor) for value in received[first : first + 2])
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """torch's meta device stands for a GPU; every launch on it, as arguments by name."""
+    launches: list[dict[str, Any]] = []
+    kernel = lambda *given: launches.append(dict(zip(abi.ARGUMENTS, given, strict=True)))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: META.index)
+    monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "sm_count", lambda device: 132)
+    monkeypatch.setattr(compile, "get", lambda config: kernel)
+    monkeypatch.setattr(launch, "_loaded", set())
+    launch._prepare.cache_clear()
+    yield launches
+    launch._prepare.cache_clear()
+
+
+@pytest.mark.parametrize("q_lens", [2, (1, 3)])
+def test_a_kernel_is_launched_on_nothing_when_it_is_prepared(
+    q_lens: int | Sequence[int], fake_gpu: list[dict[str, Any]]
+) -> None:
+    problem = problem_of(make_case("uniform", (300, 20), q_lens=q_lens, page_size=128), "base2")
+    prepared = launch.prepare(problem, META, None)
+    (given,) = fake_gpu
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    assert all(tensor.device == META for tensor in tensors.values())
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if name != "lse"}
+    assert shapes == {
+        "query": (1, 1, 1, 576),
+        "kv_cache": (1, 128, 576),
+        "block_tables": (1, 1),
+        "seq_lens": (1,),
+        "qo_indptr": (1,),
+        "out": (1, 1, 1, 512),
+        "part_out": (1024,),
+        "part_stat": (4,),
+        "split_info": (4,),
+    }
+    assert given["lse"].ndim == 3 and given["lse_scale"] == 0.0
+    numbers = {name: given[name] for name in ("batch", "seq_len_q", "max_kv_len", "slot_rows", "num_ctas", "team")}
+    assert set(numbers.values()) == {1}
+    assert launch.prepare(problem, META, None) is prepared
+    launch.prepare(dataclasses.replace(problem, max_kv_len=4096, num_heads=5), META, None)
+    assert len(fake_gpu) == 1, "once a kernel and device"
+    launch.prepare(dataclasses.replace(problem, page_size=16), META, None)
+    assert len(fake_gpu) == 2
+
+
+def test_nothing_is_launched_during_a_capture(fake_gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(make_case("uniform", (300,)))
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    launch.prepare(problem, META, None)
+    assert not fake_gpu
+    monkeypatch.setattr(launch, "capturing", lambda device: False)
+    launch.prepare(problem, META, None)
+    assert len(fake_gpu) == 1, "the plan is cached, the kernel not yet loaded"
 
 
 def test_nothing_is_launched_without_work() -> None:

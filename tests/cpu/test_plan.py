@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from mla_cute.kernels.common.work import MAX_CTAS
 
 from mla_cute import dispatch
 from mla_cute.plan import ALIGNMENT, LargestTiling, forced, forced_ctas, make_plan
@@ -43,6 +44,10 @@ def test_ctas_and_rows(changes: dict[str, int], ctas: int, rows: int) -> None:
     assert (plan.num_ctas, plan.slot_rows) == (ctas, rows)
 
 
+def test_no_more_ctas_than_kernels_take() -> None:
+    assert make_plan(problem(max_kv_len=1 << 20), TILING, MAX_CTAS + 44).num_ctas == MAX_CTAS
+
+
 def test_size_never_falls_with_a_larger_bound() -> None:
     grid = {"batch_size": (1, 2, 7, 300), "max_seq_len_q": (1, 2, 5, 64), "max_kv_len": (1, 128, 129, 4096, 1 << 20)}
     sizes = {
@@ -61,6 +66,14 @@ def test_forced_ctas_hold_within_the_block_alone() -> None:
         with forced_ctas(None):
             assert make_plan(problem(), TILING, 132).num_ctas == 132
     assert forced() is None
+
+
+@pytest.mark.parametrize("count", [-1, 0, MAX_CTAS + 1])
+def test_forced_ctas_that_no_kernel_takes(count: int) -> None:
+    with pytest.raises(ValueError, match=f"{MAX_CTAS}, got {count}"), forced_ctas(count):
+        pass
+    with forced_ctas(MAX_CTAS):
+        assert make_plan(problem(), TILING, 132).num_ctas == MAX_CTAS
 
 
 def test_tiles_are_counted_in_int32() -> None:

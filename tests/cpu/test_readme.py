@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def test_shell_commands_exist(command: str) -> None:
         cli(shlex.join([*words[2:], "--help"]))  # parses the options too; what the commands do is test_cli's
 
 
+@pytest.mark.skipif(find_spec("cutlass") is None, reason="building a bundle needs the CuTe DSL")
 def test_bundle_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle recipe from listing to loading, with one kernel of the many."""
     monkeypatch.chdir(tmp_path)

@@ -150,6 +150,8 @@ VALUE_ERRORS = [
     ("device", "meta", (plan, size)),
     ("device", -1, (plan,)),
     ("device", 1000, (plan,)),
+    *(("device", f"cuda:{index}", (plan, size)) for index in (128, 200, 2**70)),
+    ("bmm1_scale", 3e38, LIVE),  # kernels multiply it by log2(e)
 ]
 
 
@@ -176,6 +178,7 @@ def test_old_and_new_name_of_the_query_length() -> None:
 def test_scales_may_be_any_real_number() -> None:
     for scale in (1, 0.25, Fraction(1, 3)):
         run(arguments(FIXED) | {"bmm1_scale": scale})
+    run(arguments(FIXED) | {"bmm2_scale": 3e38})
 
 
 NOT_IMPLEMENTED = [
@@ -239,10 +242,12 @@ TENSORS = ("query", "kv_cache", *METADATA, "out", "lse")
 # entries, form, error, name in the message, change
 TENSOR_ERRORS: list[tuple[tuple[Callable[[Arguments], object], ...], Case, type, str, Change]] = [
     *((LIVE, PACKED, TypeError, name, replaced(name, lambda t: t.tolist())) for name in TENSORS[:-1]),
+    *((LIVE, PACKED, TypeError, name, replaced(name, lambda t: None)) for name in TENSORS[:4]),
     (CAREFUL, PACKED, TypeError, "lse", replaced("lse", lambda t: t.tolist())),
     *((LIVE, PACKED, TypeError, name, replaced(name, lambda t: t.long())) for name in METADATA),
     *((LIVE, PACKED, TypeError, name, replaced(name, lambda t: t.float())) for name in METADATA),
-    *((LIVE, PACKED, ValueError, name, replaced(name, lambda t: t[0])) for name in TENSORS[:-1]),
+    (LIVE, PACKED, ValueError, "out", replaced("out", lambda t: t[0])),
+    *((LIVE, PACKED, ValueError, f"{name}.* dimensions", replaced(name, lambda t: t[0])) for name in TENSORS[:5]),
     *(
         (LIVE, PACKED, ValueError, name, replaced(name, lambda t: t.to("meta")))
         for name in (*METADATA, "kv_cache", "out")
@@ -264,13 +269,8 @@ TENSOR_ERRORS: list[tuple[tuple[Callable[[Arguments], object], ...], Case, type,
     (LIVE, FIXED, ValueError, "query", restrided("query", 2, 580)),
     (LIVE, FIXED, ValueError, "query", restrided("query", 0, 576)),
     (LIVE, FIXED, ValueError, "query", restrided("query", 1, 0)),
-    (
-        LIVE,
-        PACKED,
-        ValueError,
-        "query",
-        replaced("query", lambda t: torch.cat([t, t])),
-    ),  # rows beyond requests x capacity
+    # rows beyond requests x capacity
+    (LIVE, PACKED, ValueError, "query", replaced("query", lambda t: torch.cat([t, t]))),
     # kv_cache
     (LIVE, FIXED, ValueError, "kv_cache", replaced("kv_cache", lambda t: t[..., :512])),
     (LIVE, FIXED, ValueError, "kv_cache", replaced("kv_cache", lambda t: t[:0])),
@@ -294,13 +294,7 @@ TENSOR_ERRORS: list[tuple[tuple[Callable[[Arguments], object], ...], Case, type,
     (LIVE, FIXED, ValueError, "seq_lens", replaced("seq_lens", spread)),
     (LIVE, PACKED, ValueError, "qo_indptr", replaced("qo_indptr", spread)),
     (LIVE, PACKED, ValueError, "qo_indptr", replaced("qo_indptr", lambda t: t[:0])),
-    (
-        (run,),
-        PACKED,
-        ValueError,
-        "qo_indptr",
-        lambda given: {"qo_indptr": torch.tensor([0, 1, 2, 3], dtype=torch.int32)},
-    ),
+    ((run,), PACKED, ValueError, "qo_indptr", replaced("qo_indptr", lambda t: torch.arange(4, dtype=t.dtype))),
     ((run,), FIXED, ValueError, "qo_indptr", lambda given: {"qo_indptr": PACKED.qo_indptr, "query": PACKED.query}),
     ((run,), PACKED, ValueError, "qo_indptr", lambda given: {"qo_indptr": None, "query": FIXED.query}),
     ((standalone,), PACKED, ValueError, "max_seq_len_q", lambda given: {"max_seq_len_q": None}),
@@ -425,8 +419,19 @@ def test_the_one_shot_function_finds_bounds_that_are_left_out() -> None:
         one_shot(arguments(case) | nothing)
     empty = torch.zeros(3, dtype=INT)
     refuse(PACKED, one_shot, nothing | {"qo_indptr": empty, "query": PACKED.query[:0]}, ValueError, "max_seq_len_q")
+    for offsets in ([0, INT32_MAX, 3], [0, 3, INT32_MAX], [-(2**31), 0, 3], []):
+        refuse(PACKED, one_shot, nothing | {"qo_indptr": torch.tensor(offsets, dtype=INT)}, ValueError, "qo_indptr")
     for name, case in (("max_kv_len", FIXED), ("max_kv_len", PACKED), ("max_seq_len_q", PACKED)):
         refuse(case, one_shot, {name: None, "validate": False}, ValueError, name)
+
+
+@pytest.mark.parametrize("names", [TENSORS[:5], *zip(TENSORS[:5], strict=True)], ids="-".join)
+def test_no_value_is_read_on_another_device(names: tuple[str, ...]) -> None:
+    given = arguments(PACKED)
+    away = {name: given[name].to("meta") for name in names}
+    for entry in (one_shot, standalone):
+        bounds = {"max_kv_len": None, "max_seq_len_q": None} if entry is one_shot else {}
+        refuse(PACKED, entry, away | bounds, ValueError, f"({'|'.join(names)}).* be .*(cpu|CPU)")
 
 
 def test_counts_are_int32() -> None:

@@ -51,8 +51,7 @@ class Call:
 
 
 def capture(call: Callable[[], None], stream: torch.cuda.Stream | None = None) -> torch.cuda.CUDAGraph:
-    call()  # the first launch loads the kernel, which a capture forbids
-    torch.cuda.synchronize()
+    """Without a run before it: plan() has loaded the kernel."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         call()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_cute.problem import HEAD_DIM
+from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, MAX_KV_LEN
 from mla_cute.testing import Case
 
 from .harness import launch
@@ -54,6 +54,40 @@ def test_b17_cache_is_a_view_into_a_larger_allocation(device: torch.device, scal
         sequences.place(allocation[:, layer], ids)
         for picking in (True, False):
             launch_and_agree(sequences, sequences.case([300, 257], picking=picking), picking=picking)
+
+
+@pytest.mark.big
+@pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
+def test_query_and_output_past_31_bits(packed: bool, device: torch.device, scaled: Scaled) -> None:
+    """More than 2**31 elements each. A row sees one token: out is its value, LSE its score, which differs by row."""
+    batch, heads = scaled(32_832, 65), 128
+    request = torch.arange(batch + 1, device=device)
+    sequences = Sequences(device, count=1021, length=1, page_size=16, pool_factor=1)
+    owner = request[:-1] % 1021
+    form: dict[str, Any] = {"q_lens": request.to(torch.int32), "total_q": batch} if packed else {}
+    lengths = torch.ones(batch, dtype=torch.int32, device=device)
+    case = sequences.case(lengths, num_heads=heads, sequence=owner, **form)
+    factor = 1 + (request[:-1, None] + torch.arange(heads, device=device)) % 3
+    case.query.view(batch, heads, HEAD_DIM)[..., -1] = factor.to(case.query.dtype)
+    out, lse = launch(case)
+    assert lse is not None
+    token = sequences.tokens[:, 0]
+    for first in range(0, batch, 4096):  # bounds the memory of the comparison
+        part = slice(first, first + 4096)
+        seen = token[owner[part], None]
+        assert bool((out.view(batch, heads, KV_LORA_RANK)[part] == seen[..., :KV_LORA_RANK]).all()), first
+        score = seen[..., -1].float() * factor[part]
+        assert bool(((lse.view(batch, heads)[part] - score).abs() <= 1e-5).all()), first
+
+
+def test_a_table_row_for_more_than_31_bits_of_tokens(device: torch.device) -> None:
+    """Counted in 32 bits, the capacity of this row would be negative."""
+    sequences = Sequences(device, count=1, length=300, page_size=256)
+    case = sequences.case([300])
+    table = torch.full((1, 8_400_000), -1, dtype=torch.int32, device=device)
+    table[:, :2] = case.block_tables
+    for longest in (case.max_kv_len, MAX_KV_LEN):
+        launch_and_agree(sequences, replace(case, block_tables=table, max_kv_len=longest))
 
 
 BATCHES = (16_384, 16_385, 16_600, 17_000, 65_535, 65_536, 70_001)

@@ -41,6 +41,11 @@ def test_f10_f11_random_launches_end(device: torch.device, scaled: Callable[[Any
     assert f"{launches} launches are right" in child("fuzz", device.type, str(launches), seconds=120)
 
 
+@pytest.mark.cuda
+def test_a_graph_is_captured_straight_after_plan() -> None:
+    assert child("capture_first", seconds=140).count("right") == 3
+
+
 def test_no_access_out_of_bounds(device: torch.device) -> None:
     tool = shutil.which("compute-sanitizer") if device.type == "cuda" else None
     if tool is None:

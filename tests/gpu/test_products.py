@@ -5,6 +5,7 @@ Random data is compared with the reference in fp64, fixture data with its closed
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from itertools import combinations
@@ -138,3 +139,27 @@ def test_scores_of_any_finite_size(device: torch.device) -> None:  # E2
             # tensor cores truncate where they add: scores of several hundred come out up to 1.4e-6 too small, and
             # those of cuBLAS up to 1.0e-6 (H200)
             launch_and_check(case, ctas=ctas, lse_relative=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sink", [0, -1])
+def test_small_weights_beside_a_sink(
+    device: torch.device, scaled: Callable[[Any, Any], Any], dtype: torch.dtype, sink: int
+) -> None:
+    """One token (an attention sink) has nearly all the weight and the value 0: the answer is in the tiny weights."""
+    length = scaled(65_536, 4096)
+    case = make_case("uniform", [length], dtype=dtype, device=device)
+    rows = case.kv_cache[case.block_tables[0].long()].flatten(0, 1)[:length].fill_(0)
+    rows[:, :512] = 16  # the smallest output is then still a normal fp16 number
+    rows[sink, :512], rows[sink, 512] = 0, 1
+    case.kv_cache[case.block_tables[0].long()] = rows.view(-1, case.kv_cache.shape[1], 576)
+    for score in (8.0, 14.0, 17.0, 20.0):
+        case.query.fill_(0)[..., 512] = score
+        expected = 16 * (length - 1) / (length - 1 + math.exp(score))
+        for ctas in (None, 1):
+            out, lse = launch(case, ctas=ctas, lse_mode="basee")
+            error = float((out.double() / expected - 1).abs().amax())
+            assert error <= (1e-3 if dtype == torch.float16 else 4e-3), (score, ctas, error)
+            assert lse is not None
+            # fp32 sums lose bits of tiny terms beside a large one: 9.7e-5 in one CTA (H200), 1e-6 in many
+            assert float((lse - math.log(length - 1 + math.exp(score))).abs().amax()) <= 2e-4

@@ -1,0 +1,34 @@
+"""A graph of the first run after plan(), in a process that has launched nothing: python -m gpu.capture_first."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+
+import torch
+
+from mla_cute.problem import KV_LORA_RANK
+from mla_cute.testing import make_case, poisoned
+
+from .harness import check, planned
+
+
+def main() -> int:
+    faulthandler.dump_traceback_later(130, exit=True)
+    device = torch.device("cuda", torch.cuda.current_device())
+    for page_size in (16, 32, 64):  # a kernel each
+        case = make_case("random", [300, 0, 65], page_size=page_size, device=device)
+        rows = case.query.shape[:-1]
+        out = poisoned(*rows, KV_LORA_RANK, dtype=case.query.dtype, device=device)
+        lse = poisoned(*rows, dtype=torch.float32, device=device)
+        wrapper, graph = planned(case), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            wrapper.run(*case.tensors, **case.run(out=out, lse=lse, validate=False))
+        graph.replay()
+        check(case, out, lse)
+        print(f"pages of {page_size}: right", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
