@@ -16,7 +16,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from .common.bundle import bundle
 from .common.math import row_result
 from .common.work import MAX_CTAS
 
@@ -26,6 +25,8 @@ assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of dec
 FEW = 8  # parts up to which a warp merges a row alone
 FLIGHT = 9  # parts of many that a warp has in flight: 132 parts take two rounds
 COLUMNS = 128  # of a chunk: 4 a lane
+# what combine takes of decode's arguments
+READS = ("out", "lse", "part_out", "part_stat", "split_info", "slot_rows", "num_ctas", "out_scale", "lse_scale")
 
 
 class Split(NamedTuple):
@@ -37,18 +38,7 @@ class Split(NamedTuple):
 
 
 @cute.kernel
-def combine(
-    c: cutlass.Constexpr,
-    out: cute.Tensor,
-    lse: cute.Tensor,
-    part_out: cute.Tensor,
-    part_stat: cute.Tensor,
-    split_info: cute.Tensor,
-    slot_rows: Int32,
-    num_ctas: Int32,
-    out_scale: Float32,
-    lse_scale: Float32,
-):
+def combine(c: cutlass.Constexpr, args: NamedTuple):
     tid, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()
@@ -58,27 +48,18 @@ def combine(
     s_split = smem.allocate_tensor(Int32, cute.make_layout((5, THREADS)), byte_alignment=16)
     s_stat = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_acc = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=16)
-    args = bundle(
-        out=out,
-        lse=lse,
-        part_out=part_out,
-        part_stat=part_stat,
-        slot_rows=slot_rows,
-        out_scale=out_scale,
-        lse_scale=lse_scale,
-    )
     chunks = c.latent // COLUMNS
     cute.arch.griddepcontrol_wait()
-    own = split_of(split_info, cta // PER_SM)
-    count = list_many(split_info, s_many, s_split, num_ctas, tid, warp_idx, lane)
+    own = split_of(args.split_info, cta // PER_SM)
+    count = list_many(args.split_info, s_many, s_split, args.num_ctas, tid, warp_idx, lane)
     if (own.parts > 0) & (own.parts <= FEW):
         for row in cutlass.range(cta % PER_SM * WARPS + warp_idx, own.rows, PER_SM * WARPS, unroll=1):
             acc, stat = merge(c, args, own, row, 0, Int32(0), 1, chunks, 2, lane)
             store(c, args, acc, stat, own.row + row, 0, lane)
-    for item in cutlass.range(cta, count * slot_rows * chunks, ctas, unroll=1):
-        at = item // (slot_rows * chunks)
+    for item in cutlass.range(cta, count * args.slot_rows * chunks, ctas, unroll=1):
+        at = item // (args.slot_rows * chunks)
         split = Split(*(s_split[i, at] for i in range(5)))
-        row, chunk = item // chunks % slot_rows, item % chunks
+        row, chunk = item // chunks % args.slot_rows, item % chunks
         if row < split.rows:
             acc, stat = merge(c, args, split, row, chunk, warp_idx, WARPS, 1, FLIGHT, lane)
             merge_warps(s_acc, s_stat, acc, stat, warp_idx, lane)

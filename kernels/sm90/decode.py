@@ -12,14 +12,16 @@ each one block of 64 rows times some pairs of 64-token tiles. 384 threads:
 attend.py.
 """
 
+from typing import NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ..combine import PER_SM, THREADS, combine
+from ..combine import PER_SM, READS, THREADS, combine
 from ..common import work_device as work
 from ..common.bundle import bundle
 from .attend import attend
@@ -70,49 +72,48 @@ class Decode:
         rows, even_rows = query_view(query)
         box = (c.rows, CHUNK, c.head_dim // CHUNK)
         tma_query, m_query = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
-        flat_lse = cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse)))
-        self.kernel(
-            tma_half,
-            m_half,
-            tma_rope,
-            m_rope,
-            tma_query,
-            m_query,
-            query,
-            even_rows,
-            block_tables,
-            seq_lens,
-            qo_indptr,
-            out,
-            flat_lse,
-            part_out,
-            part_stat,
-            split_info,
-            batch,
-            seq_len_q,
-            causal,
-            max_kv_len,
-            kv_cache.shape[1],
-            slot_rows,
-            num_ctas,
-            team,
-            work.divisors(num_ctas, team),
-            scale_log2,
-            out_scale,
-            lse_scale,
-            swizzled(c.dtype, (c.rows, c.head_dim)),
-            slot_layout(c, c.dtype, c.half, c.half_slots),
-            slot_layout(c, c.dtype, CHUNK, c.rope_slots),
-            tiled_mma(c.dtype, c.tile),
-            tiled_mma(c.dtype, c.half, "MN"),
-            tiled_mma(c.dtype, c.half, "MN", "RMEM"),
-        ).launch(
+        given = bundle(
+            query=query,
+            even_rows=even_rows,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            qo_indptr=qo_indptr,
+            out=out,
+            lse=cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse))),
+            part_out=part_out,
+            part_stat=part_stat,
+            split_info=split_info,
+            batch=batch,
+            seq_len_q=seq_len_q,
+            causal=causal,
+            max_kv_len=max_kv_len,
+            page_size=kv_cache.shape[1],
+            slot_rows=slot_rows,
+            num_ctas=num_ctas,
+            team=team,
+            divisors=work.divisors(num_ctas, team),
+            scale_log2=scale_log2,
+            out_scale=out_scale,
+            lse_scale=lse_scale,
+        )
+        tma = bundle(half=tma_half, m_half=m_half, rope=tma_rope, m_rope=m_rope, query=tma_query, m_query=m_query)
+        layouts = bundle(
+            query=swizzled(c.dtype, (c.rows, c.head_dim)),
+            half=slot_layout(c, c.dtype, c.half, c.half_slots),
+            rope=slot_layout(c, c.dtype, CHUNK, c.rope_slots),
+        )
+        mmas = bundle(
+            qk=tiled_mma(c.dtype, c.tile),
+            pv=tiled_mma(c.dtype, c.half, "MN"),
+            pv_own=tiled_mma(c.dtype, c.half, "MN", "RMEM"),
+        )
+        self.kernel(tma, given, layouts, mmas).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it ptxas may ignore setmaxnreg
         )
-        combine(c, out, flat_lse, part_out, part_stat, split_info, slot_rows, num_ctas, out_scale, lse_scale).launch(
+        combine(c, bundle(**{name: getattr(given, name) for name in READS})).launch(
             grid=[num_ctas * PER_SM, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
@@ -122,43 +123,7 @@ class Decode:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        tma_half: cute.CopyAtom,
-        m_half: cute.Tensor,
-        tma_rope: cute.CopyAtom,
-        m_rope: cute.Tensor,
-        tma_query: cute.CopyAtom,
-        m_query: cute.Tensor,
-        query: cute.Tensor,
-        even_rows: Boolean,
-        block_tables: cute.Tensor,
-        seq_lens: cute.Tensor,
-        qo_indptr: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        part_out: cute.Tensor,
-        part_stat: cute.Tensor,
-        split_info: cute.Tensor,
-        batch: Int32,
-        seq_len_q: Int32,
-        causal: Int32,
-        max_kv_len: Int32,
-        page_size: Int32,
-        slot_rows: Int32,
-        num_ctas: Int32,
-        team: Int32,
-        divisors: work.Divisors,
-        scale_log2: Float32,
-        out_scale: Float32,
-        lse_scale: Float32,
-        query_layout: cute.ComposedLayout,
-        half_layout: cute.ComposedLayout,
-        rope_layout: cute.ComposedLayout,
-        mma_qk: cute.TiledMma,
-        mma_pv: cute.TiledMma,
-        mma_pv_own: cute.TiledMma,
-    ):
+    def kernel(self, tma: NamedTuple, given: NamedTuple, layouts: NamedTuple, mmas: NamedTuple):
         c = self.c
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
@@ -171,62 +136,41 @@ class Decode:
             sum=allocator.allocate_tensor(Float32, cute.make_layout((c.rows, 2)), byte_alignment=16),
             **{
                 name: allocator.allocate_tensor(c.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-                for name, layout in (("query", query_layout), ("half", half_layout), ("rope", rope_layout))
+                for name, layout in layouts._asdict().items()
             },
         )
         if warp_idx == 0:
             init_barriers(c, bars)
-            cpasync.prefetch_descriptor(tma_half)
-            cpasync.prefetch_descriptor(tma_rope)
-            cpasync.prefetch_descriptor(tma_query)
+            cpasync.prefetch_descriptor(tma.half)
+            cpasync.prefetch_descriptor(tma.rope)
+            cpasync.prefetch_descriptor(tma.query)
         if tid == 128:
             # No block is cut yet; the same thread says otherwise later. The combine of the launch before is over, since
             # decode itself is launched without PDL.
-            split_info[4 * cta + 2] = Int32(0)
-        prefetch_table(c, block_tables, batch, cta, tid)
+            given.split_info[4 * cta + 2] = Int32(0)
+        prefetch_table(c, given.block_tables, given.batch, cta, tid)
         cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_launch_dependents()
-        width = page_size // c.page_rows - 1
-        table_tokens = block_tables.shape[1].to(Int64) * page_size.to(Int64)  # passes 2**31 in a wide table
+        width = given.page_size // c.page_rows - 1
+        table_tokens = given.block_tables.shape[1].to(Int64) * given.page_size.to(Int64)  # passes 2**31 in a wide table
         args = bundle(
-            query=query,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            qo_indptr=qo_indptr,
-            out=out,
-            lse=lse,
-            part_out=part_out,
-            part_stat=part_stat,
-            split_info=split_info,
-            batch=batch,
-            seq_len_q=seq_len_q,
-            causal=causal,
-            heads=query.shape[2],
-            total_q=query.shape[1],  # packed: of all requests
-            max_kv_len=cutlass.min(max_kv_len.to(Int64), table_tokens).to(Int32),
+            **given._replace(max_kv_len=cutlass.min(given.max_kv_len.to(Int64), table_tokens).to(Int32))._asdict(),
+            heads=given.query.shape[2],
+            total_q=given.query.shape[1],  # packed: of all requests
             page_mask=width,  # copies of a page - 1; pages hold a power of two of them
             page_shift=cute.arch.popc(width),
-            slot_rows=slot_rows,
-            num_ctas=num_ctas,
-            team=team,
-            divisors=divisors,
             cta=cta,
-            scale_log2=scale_log2,
-            out_scale=out_scale,
-            lse_scale=lse_scale,
         )
         span = work.find_span(c, args, s_scan, tid, cta)
-        mmas = bundle(qk=mma_qk, pv=mma_pv, pv_own=mma_pv_own)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.producer_regs)
             if span.line.start < span.line.end:
                 if warp_idx == 0:
-                    tma = bundle(half=tma_half, m_half=m_half, rope=tma_rope, m_rope=m_rope)
                     few = span.line.steps < c.evict_first_steps
                     policy = Int64(EVICT_FIRST) if few else Int64(EVICT_NORMAL)
                     load_kv(c, tma, smem, bars, args, span, policy)
                 else:
-                    load_query(c, tma_query, m_query, even_rows, smem, bars, args, span, tid - 32)
+                    load_query(c, tma, smem, bars, args, span, tid - 32)
             if warp_idx > 0:
                 fill_empty(c, args, cta, tid - 32)
         elif warp_idx < 8:

@@ -114,32 +114,32 @@ def gather(
 
 
 @cute.jit
-def load_query(c: cutlass.Constexpr, tma, m_query, even_rows, smem, bars, args, span, tid):
+def load_query(c: cutlass.Constexpr, tma, smem, bars, args, span, tid):
     """The query warps: the 64 rows of each block, in one TMA copy where (token, head) rows lie evenly apart."""
-    body = partial(query_segment, c, tma, m_query, even_rows, smem, bars, args, tid)
+    body = partial(query_segment, c, tma, smem, bars, args, tid)
     work.walk(c, args, span, body, Int32(1))
 
 
 @cute.jit
-def query_segment(c: cutlass.Constexpr, tma, m_query, even_rows, smem, bars, args, tid, seg, phase):
+def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
     warp_idx = cute.arch.make_warp_uniform(tid // LANES)
     packed = args.seq_len_q == 0
     batch = Int32(0) if packed else seg.request
     cute.arch.mbarrier_wait(bars.query_empty, phase)
-    if even_rows & (warp_idx == 0):
+    if args.even_rows & (warp_idx == 0):
         # rows past the request's last are zeros or another's: no output has a part in them
         first = seg.q_first * args.heads + seg.block * c.rows
         box = (c.rows, CHUNK, c.head_dim // CHUNK)
-        source = cute.local_tile(cute.domain_offset((first, 0, 0, 0), m_query), box, (0, 0, 0, None))
+        source = cute.local_tile(cute.domain_offset((first, 0, 0, 0), tma.m_query), box, (0, 0, 0, None))
         target = cute.composition(smem.query, cute.make_layout(box))
         to, frm = cpasync.tma_partition(
-            tma, 0, cute.make_layout(1), cute.group_modes(target, 0, 3), cute.group_modes(source, 0, 3)
+            tma.query, 0, cute.make_layout(1), cute.group_modes(target, 0, 3), cute.group_modes(source, 0, 3)
         )
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bars.query_full, c.rows * c.head_dim * 2)
-        cute.copy(tma, frm[None, batch], to[None], tma_bar_ptr=bars.query_full)
+        cute.copy(tma.query, frm[None, batch], to[None], tma_bar_ptr=bars.query_full)
     else:
-        if not even_rows:
+        if not args.even_rows:
             copy_rows(c, smem, args, seg, batch, warp_idx, tid % LANES)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars.query_full)
