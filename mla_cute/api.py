@@ -63,8 +63,8 @@ def batch_mla_decode_with_paged_kv_cache(
     validate: True checks all arguments and copies the metadata to the host, which waits for the device. False checks
         nothing and never waits; then max_kv_len and, in the packed form, max_seq_len_q are needed.
 
-    A row that sees no key (seq_lens 0; causal rows before the first key; with validate=False also packed rows beyond
-    qo_indptr[-1]) gets out 0 and LSE -inf.
+    A row that sees no key gets out 0 and LSE -inf: seq_lens 0, and with validate=False (else they are errors) causal
+    rows before the first key and packed rows beyond qo_indptr[-1].
 
     Raises TypeError, ValueError or NotImplementedError, naming the argument; UnsupportedProblem (a
     NotImplementedError) where no kernel serves the problem; RuntimeError where a CUDA graph is captured with
@@ -148,7 +148,8 @@ class BatchMLADecodePagedTSWrapper:
         packed_query: whether runs pass qo_indptr and a packed query.
         q_data_type, kv_data_type, o_data_type: torch.bfloat16 or torch.float16; query and cache the same.
         lse_mode: "none", "base2" or "basee"; "none" if runs need no LSE.
-        batch_invariant: promise that a request's bits do not depend on the other requests.
+        batch_invariant: whether a request's bits must not depend on the other requests. No GPU kernel can do that yet:
+            UnsupportedProblem.
         Others as in batch_mla_decode_with_paged_kv_cache. validate=False skips the checks of these arguments.
 
         Raises as batch_mla_decode_with_paged_kv_cache does; after an error the previous plan is still in force.

@@ -1,15 +1,12 @@
 """What users of paged MLA decode kernels have reported, a test or more for each.
 
-The ids group the reports: A padding and empty requests, B page tables and strides, C several query tokens, D heads,
-E LSE and scales, F batches, contexts and workspace, G graphs and determinism, H devices and compilation. In other
-files:
-test_products.py   A10, B8, D1-D4, E2
-test_cuda.py       F4-F6, G1, G3, G4, G7, G10, H1, H2
-test_large.py      B1, B17, C10, F1-F3, F7, F8, F12
-test_processes.py  F10, F11
-tests/cpu          C12, H4, H8, H9
+The letter of a test's id is its subject: A padding and empty requests, B page tables and strides, C several query
+tokens, D heads, E LSE and scales, F batches, contexts and workspace, G graphs and determinism, H devices and
+compilation; the number only tells reports of one subject apart. Others are in test_products.py (splits, pages x query
+tokens, heads, large scores), test_cuda.py (graphs, streams, synchronisation), test_large.py (addresses past 2**31,
+batches of 70,000, long contexts), test_processes.py (hangs, memory errors) and tests/cpu.
 
-Not covered yet: page sizes 1-8 of A1, B6, B7; fp8 of C9, D1-D4, E6, E7, E11; the invariant part of G8, G9; H3.
+Not covered yet: pages of 1 to 8 tokens, fp8, batch-invariant results, torch.compile.
 """
 
 from __future__ import annotations
