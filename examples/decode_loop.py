@@ -29,6 +29,7 @@ NOPE, VALUE, HIDDEN, VOCAB = 128, 128, 256, 512
 DTYPE = torch.bfloat16
 MAX_PROMPT, MAX_NEW = 320, 96
 TOLERANCE = 2e-2  # relative L2: bf16 query, cache and output against float32 throughout
+PAGE_SIZES = (16, 32, 64, 128, 256)
 SPARE_PAGE = 0  # never handed out: idle slots write their token here
 
 
@@ -250,16 +251,24 @@ def decode(engine: Engine, steps: int, check_every: int, generator: torch.Genera
     return written, seconds, worst
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU, else cpu")
-    parser.add_argument("--steps", type=int, default=128, help="decode steps (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="slots of the batch (default %(default)s)")
-    parser.add_argument("--heads", type=int, default=16, help="query heads (default %(default)s)")
-    parser.add_argument("--page-size", type=int, default=64, help="tokens a page (default %(default)s)")
-    parser.add_argument("--check-every", type=int, default=20, help="steps between checks (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=128, help="decode steps (default %(default)s)")
+    parser.add_argument("--batch", type=positive, default=8, help="slots of the batch (default %(default)s)")
+    parser.add_argument("--heads", type=positive, default=16, help="query heads (default %(default)s)")
+    parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=64, help="tokens a page")
+    parser.add_argument("--check-every", type=positive, default=20, help="steps between checks (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: must be cpu on this machine, where torch finds no usable GPU, got cuda")
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     torch.set_num_threads(1)  # CPU: the matrices are so small that threads cost more than they bring
     print("device:", torch.cuda.get_device_name() if device.type == "cuda" else "cpu: the reference, not a GPU kernel")

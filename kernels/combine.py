@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
 
 @cute.kernel
-def combine(c: cutlass.Constexpr, args: NamedTuple):
+def combine(c: cutlass.Constexpr, args):
     tid, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     ctas, _, _ = cute.arch.grid_dim()

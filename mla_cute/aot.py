@@ -45,6 +45,7 @@ def build(
     old_manifest = out_dir / bundle.MANIFEST
     if out_dir.exists() and any(out_dir.iterdir()) and not old_manifest.exists():
         raise FileExistsError(f"out_dir {out_dir} is not empty and not a bundle (no {bundle.MANIFEST} in it)")
+    cache.c_compiler()  # linking comes last: without one, all the compilation would be in vain
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir, prefix=".build-") as scratch:
         for config in _compiled(configs, Path(scratch), jobs):

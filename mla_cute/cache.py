@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import warnings
@@ -125,13 +126,19 @@ def store(path: Path, export: Callable[[Path], object]) -> bool:
     return True
 
 
+def c_compiler() -> list[str]:
+    """The command of the C compiler. Raises FileNotFoundError where it is not there."""
+    command = device.c_compiler()
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"no C compiler: {command[0]!r} is not there; install one or name it in CC")
+    return command
+
+
 def link(object_file: Path, shared_object: Path) -> None:
     """Make the shared object with the C compiler ($CC, or cc). Raises OSError saying what is missing or went wrong."""
-    command = [*device.c_compiler(), "-shared", "-o", str(shared_object), str(object_file)]
+    command = [*c_compiler(), "-shared", "-o", str(shared_object), str(object_file)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no C compiler: {command[0]!r} is not there; install one or name it in CC") from None
     except subprocess.CalledProcessError as error:
         raise OSError(f"{' '.join(command)} failed: {error.stderr.strip()}") from None
 

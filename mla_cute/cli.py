@@ -35,8 +35,8 @@ def info(json_file: Any) -> None:
     """Show what is here, and where each kernel would come from.
 
     Lists the GPU, the driver, the packages found and the shipped kernels. Needs neither a GPU nor the CuTe DSL, and
-    compiles nothing. "needs compilation" means that the first use of the kernel takes some seconds; the result is kept
-    in the cache folder.
+    compiles nothing. "needs compilation" means that the first use of the kernel takes 10 to 20 seconds; the result is
+    kept in the cache folder.
     """
     from mla_cute.info import collect
 
@@ -58,7 +58,8 @@ def check(device: str | None, select: str, json_file: Any) -> None:
     """Compute a table of cases, and compare the answers.
 
     Each case is compared with a plain fp64 formula. On a GPU this checks the kernels (compiling those that are not
-    there yet), without one the reference implementation. Prints a line a case. Exit status 0: all passed, 1: not all.
+    there yet, 10 to 20 seconds a kernel), without one the reference implementation. Prints a line a case. Exit status
+    0: all passed, 1: not all.
     """
     import torch
 
@@ -90,7 +91,9 @@ def check(device: str | None, select: str, json_file: Any) -> None:
 def aot_group() -> None:
     """Compile kernels ahead of time.
 
-    For machines without the CuTe DSL or a C compiler, and for servers that must not wait for a compiler.
+    For servers that must not wait for a compiler (10 to 20 seconds a kernel), and for machines without one. A machine
+    that loads a bundle needs neither a compiler nor cutlass, but apache-tvm-ffi and the CuTe DSL's run-time library
+    libcute_dsl_runtime.so, which MLA_CUTE_DSL_RUNTIME names where nvidia-cutlass-dsl is not installed.
     """
 
 
@@ -100,6 +103,8 @@ def aot_group() -> None:
 def aot_list(arch: str | None, json_file: Any) -> None:
     """List the kernels that this version ships."""
     configs = dispatch.shipped(arch)
+    if not configs:
+        click.echo(f"no kernel exists for {arch} yet", err=True)
     for config in configs:
         click.echo(f"{config.name}  {config.arch}  {config!r}")
     _write(json_file, [{"name": config.name, "arch": config.arch, "config": repr(config)} for config in configs])
@@ -114,8 +119,10 @@ def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -
     """Compile kernels into a folder for another machine.
 
     Needs the CuTe DSL and a C compiler, but no GPU. The other machine needs the same versions of mla_cute and
-    apache-tvm-ffi, and libcute_dsl_runtime.so of the same CuTe DSL. There, name the folder in MLA_CUTE_AOT_DIR, or call
-    mla_cute.aot.load. A bundle that is already in the folder is replaced; a folder with anything else is refused.
+    apache-tvm-ffi, and libcute_dsl_runtime.so of the same CuTe DSL (named by MLA_CUTE_DSL_RUNTIME where
+    nvidia-cutlass-dsl is not installed), but neither a compiler nor cutlass. There, name the folder in
+    MLA_CUTE_AOT_DIR, or call mla_cute.aot.load. A bundle that is already in the folder is replaced; a folder with
+    anything else is refused.
 
     PATTERN is a kernel's name as `aot list` prints it, in which * stands for anything.
     """

@@ -46,11 +46,14 @@ def compile_count() -> int:
     return len(_compiled)
 
 
-def where(config: KernelConfig) -> str:
-    """Where get() would find a kernel now: "memory", "bundle", "cache" or "needs compilation"."""
+def where(config: KernelConfig, bundles: bool = True) -> str:
+    """Where get() would find a kernel now: "memory", "bundle", "cache" or "needs compilation".
+
+    bundles: False answers as if there were none.
+    """
     if config in _kernels:
         return "memory"
-    if bundle.find(config):
+    if bundles and bundle.find(config):
         return "bundle"
     return "cache" if cache.intact(cache.entry(config, options(config))) else "needs compilation"
 

@@ -15,10 +15,19 @@ WHEELS = ("apache-tvm-ffi", "cuda-python", "nvidia-cutlass-dsl")
 
 def collect() -> dict[str, dict[str, str]]:
     """Named facts, and the state of each shipped kernel. Needs no GPU and no DSL, and compiles nothing."""
-    return {"facts": _facts(), "kernels": _kernels()}
+    problem = _bundle_problem()
+    return {"facts": _facts(problem), "kernels": _kernels(bundles=problem is None)}
 
 
-def _facts() -> dict[str, str]:
+def _bundle_problem() -> str | None:
+    try:
+        bundle.names()
+    except bundle.BundleError as error:
+        return f"{error}. First uses of kernels fail with this; below is where they would come from without bundles"
+    return None
+
+
+def _facts(bundle_problem: str | None) -> dict[str, str]:
     import torch
 
     bundles = ", ".join(map(str, device.aot_dirs())) or "none (MLA_CUTE_AOT_DIR is unset)"
@@ -31,7 +40,7 @@ def _facts() -> dict[str, str]:
         "driver": _driver(),
         **_gpus(),
         "cache folder": str(cache.folder()),
-        "bundles": bundles,
+        "bundles": bundle_problem or bundles,
     }
 
 
@@ -67,12 +76,12 @@ def _gpus() -> dict[str, str]:
     return gpus
 
 
-def _kernels() -> dict[str, str]:
+def _kernels(bundles: bool) -> dict[str, str]:
     """Kernel name -> where it would come from."""
     states: dict[str, Any] = {}
     for config in dispatch.shipped():
         try:
-            states[config.name] = compile.where(config)
-        except bundle.BundleError as error:
+            states[config.name] = compile.where(config, bundles)
+        except bundle.BundleError as error:  # of this kernel alone
             states[config.name] = str(error)
     return states

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mla_cute.problem import HEAD_DIM, KV_LORA_RANK
+from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, LSE_MODES
+from mla_cute.validate import check_choice, check_tensor, fail
 
 CHUNK_TOKENS = 16384
 CHUNK_SCORES = 1 << 25  # scores held at once: bounds the memory of many rows x many tokens
@@ -97,8 +98,9 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], lse_mode: str =
     "base2" or "basee". A shard whose LSE is -inf has no weight, whatever its out holds; where all are -inf, out is 0
     and LSE -inf.
 
-    Returns (out in the first out's dtype, lse in fp32).
+    Returns (out in the first out's dtype, lse in fp32). Raises TypeError or ValueError naming the argument.
     """
+    _check_states(outs, lses, lse_mode)
     exp, log = (torch.exp2, torch.log2) if lse_mode == "base2" else (torch.exp, torch.log)
     lse = torch.stack([part.float() for part in lses])
     peak = lse.amax(0)
@@ -108,3 +110,24 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], lse_mode: str =
     for weight, out in zip(weights / total.where(total > 0, 1.0), outs, strict=True):
         merged += (weight[..., None] * out.float()).where(weight[..., None] > 0, 0.0)
     return merged.to(outs[0].dtype), peak + log(total)
+
+
+def _check_states(outs: Sequence[Tensor], lses: Sequence[Tensor], lse_mode: str) -> None:
+    check_choice("lse_mode", lse_mode, [mode for mode in LSE_MODES if mode != "none"])
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, (Sequence, Tensor)):  # shards may be stacked
+            fail(name, "be a sequence of tensors", f"{parts!r} of type {type(parts).__name__}", TypeError)
+        for index, part in enumerate(parts):
+            check_tensor(f"{name}[{index}]", part)
+    if len(outs) == 0:
+        fail("outs", "have at least one tensor", 0)
+    if len(lses) != len(outs):
+        fail("lses", f"have {len(outs)} tensors, as outs has", len(lses))
+    shape = outs[0].shape
+    if shape[-1:] != (KV_LORA_RANK,):
+        fail("outs[0]", f"have {KV_LORA_RANK} elements in its last dimension", list(shape))
+    for name, parts, expected in (("outs", outs, shape), ("lses", lses, shape[:-1])):
+        for index, part in enumerate(parts):
+            if part.shape != expected:
+                allowed = f"have shape {list(expected)}, as outs[0] has shape {list(shape)}"
+                fail(f"{name}[{index}]", allowed, list(part.shape))

@@ -90,16 +90,21 @@ def real(name: str, value: object) -> numbers.Real:
     return value
 
 
-def check_scale(name: str, value: object, factor: float = 1.0) -> None:
-    """A real number that is finite and positive in fp32, and so is `factor` times it."""
+def check_scale(name: str, value: object, times_log2_e: bool = False) -> None:
+    """A real number that is finite and positive in fp32; times_log2_e: and so is LOG2_E times it."""
     number = real(name, value)
+    if not _positive_in_fp32(number):
+        fail(name, "be finite and positive in fp32", value)
+    if times_log2_e and not _positive_in_fp32(number, LOG2_E):
+        fail(name, "be finite and positive in fp32, also when multiplied by log2(e)", value)
+
+
+def _positive_in_fp32(number: numbers.Real, factor: float = 1.0) -> bool:
     try:
-        rounded = struct.unpack("2f", struct.pack("2f", float(number), float(number) * factor))
+        (rounded,) = struct.unpack("f", struct.pack("f", float(number) * factor))
     except OverflowError:
-        rounded = (math.inf,)
-    if not all(0 < x < math.inf for x in rounded):  # NaN fails too
-        times = "" if factor == 1.0 else f", {factor:.4g} times it too"
-        fail(name, f"be finite and positive in fp32{times}", value)
+        return False
+    return bool(0 < rounded < math.inf)  # NaN fails too
 
 
 def check_dims(kv_lora_rank: object, qk_rope_head_dim: object) -> None:
@@ -182,7 +187,7 @@ def check_ranks(call: Call) -> None:
     """What must hold before a problem can be read off the shapes."""
     inputs = call.inputs()
     for name, tensor in inputs.items():
-        _tensor(name, tensor)
+        check_tensor(name, tensor)
     for name in inputs.keys() - {"query", "kv_cache"}:
         if inputs[name].dtype != torch.int32:
             fail(name, "have dtype torch.int32", inputs[name].dtype, TypeError)
@@ -223,7 +228,7 @@ def find_bounds(call: Call, max_kv_len: int | None, max_seq_len_q: int | None) -
 
 def check_run(problem: MLAProblem, device: torch.device, call: Call, workspace: Tensor | None) -> None:
     """All of a call but values on the device, after check_ranks."""
-    check_scale("bmm1_scale", call.bmm1_scale, LOG2_E)
+    check_scale("bmm1_scale", call.bmm1_scale, times_log2_e=True)
     check_scale("bmm2_scale", call.bmm2_scale)
     _check_inputs(problem, device, call)
     rows = call.query.shape[:-1]
@@ -232,7 +237,7 @@ def check_run(problem: MLAProblem, device: torch.device, call: Call, workspace: 
     if call.lse is not None:
         _check_output("lse", call.lse, rows, torch.float32, device)
     if workspace is not None:
-        _tensor("workspace_buffer", workspace)
+        check_tensor("workspace_buffer", workspace)
     check_overlap(call, workspace)
 
 
@@ -292,7 +297,7 @@ def _check_table(problem: MLAProblem, block_tables: Tensor, requests: int) -> No
 
 def _check_output(name: str, tensor: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
     """out or lse: compact and exactly of this shape."""
-    checked = _tensor(name, tensor)
+    checked = check_tensor(name, tensor)
     if checked.device != device:
         fail(name, f"be on {device}", checked.device)
     if checked.dtype != dtype:
@@ -305,7 +310,7 @@ def _check_output(name: str, tensor: object, shape: Sequence[int], dtype: torch.
 
 
 def check_workspace(workspace: object, least: int, device: torch.device) -> None:
-    buffer = _tensor("workspace_buffer", workspace)
+    buffer = check_tensor("workspace_buffer", workspace)
     if buffer.dtype not in (torch.int8, torch.uint8):
         fail("workspace_buffer", "have dtype torch.int8 or torch.uint8", buffer.dtype, TypeError)
     if buffer.device != device:
@@ -336,7 +341,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def _tensor(name: str, value: object) -> Tensor:
+def check_tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     return value

@@ -12,8 +12,6 @@ each one block of 64 rows times some pairs of 64-token tiles. 384 threads:
 attend.py.
 """
 
-from typing import NamedTuple
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -123,7 +121,7 @@ class Decode:
         )
 
     @cute.kernel
-    def kernel(self, tma: NamedTuple, given: NamedTuple, layouts: NamedTuple, mmas: NamedTuple):
+    def kernel(self, tma, given, layouts, mmas):
         c = self.c
         tid, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()

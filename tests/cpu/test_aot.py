@@ -94,6 +94,14 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path: Path) -> None
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_without_a_c_compiler_nothing_is_compiled_or_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc -O2")
+    before = compile.compile_count()
+    with pytest.raises(OSError, match="no C compiler: '/nowhere/cc' is not there; install one or name it in CC"):
+        aot.build([ToyConfig()], tmp_path / "out")
+    assert compile.compile_count() == before and not (tmp_path / "out").exists()
+
+
 def test_a_bundle_has_one_architecture(tmp_path: Path) -> None:
     class Other(ToyConfig):
         arch = "sm_100a"

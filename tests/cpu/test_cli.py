@@ -57,7 +57,10 @@ main(["info", "--json", {str(tmp_path / "info.json")!r}])
 
 def test_info_shows_a_bundle_that_does_not_fit(tmp_path: Path) -> None:
     code = "from mla_cute.cli import main; main(['info'])"
-    assert "is not a bundle" in run(code, MLA_CUTE_CACHE_DIR=tmp_path, MLA_CUTE_AOT_DIR=tmp_path)
+    shown = run(code, MLA_CUTE_CACHE_DIR=tmp_path, MLA_CUTE_AOT_DIR=tmp_path).splitlines()
+    complaints = [line for line in shown if "is not a bundle" in line]
+    assert len(complaints) == 1 and complaints[0].startswith("bundles ")
+    assert sum(line.endswith("needs compilation") for line in shown) == len(dispatch.shipped())
 
 
 def test_aot_list_prints_the_shipped_kernels(tmp_path: Path) -> None:
@@ -65,7 +68,7 @@ def test_aot_list_prints_the_shipped_kernels(tmp_path: Path) -> None:
     names = [config.name for config in dispatch.shipped()]
     assert [line.split()[0] for line in listed.output.splitlines()] == names
     assert [row["name"] for row in json.loads((tmp_path / "list.json").read_text())] == names
-    assert invoke("aot", "list", "--arch", "sm_100a").output == ""
+    assert invoke("aot", "list", "--arch", "sm_100a").output == "no kernel exists for sm_100a yet\n"
 
 
 def test_check_passes_on_the_cpu(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from mla_cute.problem import PAGE_SIZES
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "decode_loop.py"
 SMALL = ("--steps", "100", "--batch", "3", "--heads", "4", "--page-size", "16", "--check-every", "10")
 
@@ -52,3 +54,28 @@ def test_notices_a_broken_allocator(
     monkeypatch.setattr(example["PageAllocator"], method, broken)
     assert example["main"]() == 1
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--page-size", "48"), r"--page-size: invalid choice: 48 \(choose from 16, 32, 64, 128, 256\)"),
+        (("--batch", "0"), "--batch: must be a positive integer, got '0'"),
+        pytest.param(
+            ("--device", "cuda"),
+            "--device: must be cpu on this machine",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
+        ),
+    ],
+)
+def test_wrong_arguments_are_errors_of_usage(
+    arguments: tuple[str, ...], complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(EXAMPLE))["main"]()
+    assert re.search(complaint, capsys.readouterr().err)
+
+
+def test_page_sizes_are_those_of_the_package() -> None:
+    assert runpy.run_path(str(EXAMPLE))["PAGE_SIZES"] == PAGE_SIZES

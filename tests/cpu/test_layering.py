@@ -23,7 +23,7 @@ ALLOWED = {
     "plan": "errors kernels problem",  # of kernels, the partition of work
     "dispatch": "errors problem",
     "validate": "problem",
-    "reference": "problem",
+    "reference": "problem validate",
     "cache": "device kernels",
     "bundle": "cache device",
     "compile": "bundle cache device kernels",

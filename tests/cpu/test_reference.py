@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,6 +164,32 @@ def test_merging_with_an_empty_shard_changes_no_bit() -> None:
     assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
     merged, merged_lse = merge_states([out, out], [nothing, nothing])
     assert (merged == 0).all() and torch.equal(merged_lse, nothing)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"lse_mode": "base10"}, ValueError, "lse_mode must be one of 'base2', 'basee', got 'base10'"),
+        ({"lse_mode": "none"}, ValueError, "lse_mode must be one of 'base2', 'basee', got 'none'"),
+        ({"lse_mode": 2}, TypeError, "lse_mode must be a str, got 2"),
+        ({"outs": None}, TypeError, "outs must be a sequence of tensors, got None"),
+        ({"lses": [torch.zeros(2, 4), 1.0]}, TypeError, r"lses\[1\] must be a torch.Tensor, got float"),
+        ({"outs": [], "lses": []}, ValueError, "outs must have at least one tensor, got 0"),
+        ({"lses": [torch.zeros(2, 4)]}, ValueError, "lses must have 2 tensors, as outs has, got 1"),
+        ({"outs": [torch.zeros(2, 4, 64)] * 2}, ValueError, r"outs\[0\] must have 512 .* got \[2, 4, 64\]"),
+        (
+            {"outs": [torch.zeros(2, 4, 512), torch.zeros(1, 4, 512)]},
+            ValueError,
+            r"outs\[1\] must have shape \[2, 4, 512\], .* got \[1, 4, 512\]",
+        ),
+        ({"lses": [torch.zeros(2, 4, 1)] * 2}, ValueError, r"lses\[0\] must have shape \[2, 4\], .* got \[2, 4, 1\]"),
+    ],
+)
+def test_merging_refuses_what_does_not_fit(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    right: dict[str, Any] = {"outs": [torch.zeros(2, 4, 512)] * 2, "lses": [torch.zeros(2, 4)] * 2}
+    merge_states(**right)
+    with pytest.raises(error, match=message):
+        merge_states(**right | changed)
 
 
 def test_comparisons_refuse_what_is_wrong() -> None:

@@ -179,6 +179,8 @@ def test_scales_may_be_any_real_number() -> None:
     for scale in (1, 0.25, Fraction(1, 3)):
         run(arguments(FIXED) | {"bmm1_scale": scale})
     run(arguments(FIXED) | {"bmm2_scale": 3e38})
+    for scale, words in ((3e38, ", also when multiplied by log2\\(e\\)"), (1e39, "")):
+        refuse(FIXED, run, {"bmm1_scale": scale}, ValueError, f"bmm1_scale must be finite and positive in fp32{words}")
 
 
 NOT_IMPLEMENTED = [
