@@ -1,8 +1,8 @@
 """Merge the partial results of blocks that were cut between CTAs, in a fixed order. Arch-neutral.
 
 Launched with programmatic dependent launch behind decode; a few CTAs an SM, whatever the batch. With m the largest
-reference of a row's parts,
-    out = sum_i 2**(ref_i - m) O_i / sum_i 2**(ref_i - m) sum_i,   LSE = m + log2 of that denominator.
+shift of a row's parts,
+    out = sum_i 2**(shift_i - m) O_i / sum_i 2**(shift_i - m) sum_i,   LSE = m + log2 of that denominator.
 
 A block of few parts is merged by the CTAs that stand for the decode CTA in which it begins, one warp a row. Of blocks
 of many parts there are few, so all CTAs share their rows: all eight warps of a CTA take one 128-column chunk of a

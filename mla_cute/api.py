@@ -8,7 +8,7 @@ from torch import Tensor
 from mla_cute import validate as checks
 from mla_cute.launch import Prepared, Views, capturing, prepare, run, size
 from mla_cute.plan import forced
-from mla_cute.problem import KV_LORA_RANK, LSE_MODES, QK_ROPE_HEAD_DIM, MLAProblem
+from mla_cute.problem import KV_LORA_RANK, LSE_BASES, QK_ROPE_HEAD_DIM, MLAProblem
 from mla_cute.validate import Call
 
 
@@ -77,7 +77,7 @@ def batch_mla_decode_with_paged_kv_cache(
         checks.check_devices(call, checks.resolve_device("query.device", query.device))
         checks.check_dims(kv_lora_rank, qk_rope_head_dim)
         checks.check_bool("return_lse", return_lse)
-        checks.check_choice("lse_mode", lse_mode, LSE_MODES[1:])
+        checks.check_choice("lse_mode", lse_mode, LSE_BASES)
     bounded = max_kv_len is not None and (qo_indptr is None or max_seq_len_q is not None)
     if (validate or workspace_buffer is None or not bounded) and capturing(query.device):
         raise RuntimeError(

@@ -11,7 +11,8 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 INT32_MAX = 2**31 - 1
 MAX_KV_LEN = 2**31 - 32768  # room above the last token, so that rounding up to a tile stays within int32
 MASKS = ("dense", "causal")
-LSE_MODES = ("none", "base2", "basee")
+LSE_BASES = ("base2", "basee")
+LSE_MODES = ("none", *LSE_BASES)
 
 
 @dataclass(frozen=True)

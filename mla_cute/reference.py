@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, LSE_MODES
+from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, LSE_BASES
 from mla_cute.validate import check_choice, check_tensor, fail
 
 CHUNK_TOKENS = 16384
@@ -113,7 +113,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], lse_mode: str =
 
 
 def _check_states(outs: Sequence[Tensor], lses: Sequence[Tensor], lse_mode: str) -> None:
-    check_choice("lse_mode", lse_mode, [mode for mode in LSE_MODES if mode != "none"])
+    check_choice("lse_mode", lse_mode, LSE_BASES)
     for name, parts in (("outs", outs), ("lses", lses)):
         if not isinstance(parts, (Sequence, Tensor)):  # shards may be stacked
             fail(name, "be a sequence of tensors", f"{parts!r} of type {type(parts).__name__}", TypeError)

@@ -183,8 +183,8 @@ def find_request(c: cutlass.Constexpr, args, line: Line, first: Int32, begin: In
 
 @cute.jit
 def scan(c: cutlass.Constexpr, args, s_scan: cute.Tensor, low: Int32, high: Int32, tid: Int32, team: Int32):
-    """Sums of sizes_of() over the requests [low, high) of this thread, over those of all earlier threads, and over all:
-    ((steps, groups), (steps, groups), (steps, groups, longest)). Has a CTA barrier.
+    """Sums of sizes_of(): (steps, groups) of the requests [low, high) of this thread, then of those of all earlier
+    threads, then (steps, groups, longest) of all, seven numbers in a row. Has a CTA barrier.
     """
     lane, warp_idx = tid % 32, tid // 32
     own_steps, own_groups, longest = Int32(0), Int32(0), Int32(0)
@@ -298,17 +298,13 @@ def first_row(c, args, seg):
     return token * args.heads + seg.block * c.rows
 
 
-def visible(c, args, seg):
-    """KV tokens that the block's first and its last row see. Causal is bottom-right: token i of n sees
-    kv_len - n + i + 1.
-    """
+def seen_by(c, args, seg, row):
+    """KV tokens that a row of the block sees. Causal is bottom-right: token i of n sees kv_len - n + i + 1."""
     hidden = (seg.q_len - 1) * args.causal
-    first = seg.kv_len - hidden + args.causal * (seg.block * c.rows // args.heads)
-    row = seg.block * c.rows + live_rows(c, args, seg) - 1
-    return first, seg.kv_len - hidden + args.causal * (row // args.heads)
+    return seg.kv_len - hidden + args.causal * ((seg.block * c.rows + row) // args.heads)
 
 
 def last_step(c, args, seg):
     """End of the steps that a row of the block sees: those past it are not loaded."""
-    _, last = visible(c, args, seg)
-    return cutlass.min(seg.last, (last + c.tile_tokens - 1) // c.tile_tokens)
+    seen = seen_by(c, args, seg, live_rows(c, args, seg) - 1)
+    return cutlass.min(seg.last, (seen + c.tile_tokens - 1) // c.tile_tokens)

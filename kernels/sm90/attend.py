@@ -95,11 +95,9 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, s
 @cute.jit
 def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, team, seg, state):
     phase, query_phase = state
-    masked, _ = work.visible(c, args, seg)  # tokens that every row sees: tiles beyond are masked
-    hidden = (seg.q_len - 1) * args.causal
+    masked = work.seen_by(c, args, seg, 0)  # tokens that every row sees: tiles beyond are masked
     for r in cutlass.range_constexpr(2):
-        token = (seg.block * c.rows + me.row + 8 * r) // args.heads
-        me.limit[r] = seg.kv_len - hidden + args.causal * token
+        me.limit[r] = work.seen_by(c, args, seg, me.row + 8 * r)
     me.out.fill(0.0)
     me.total.fill(0.0)
     me.ref.fill(-Float32.inf)
@@ -205,9 +203,7 @@ def issue_scores(
     first: cutlass.Constexpr,
     last: cutlass.Constexpr,
 ):
-    """Issue chunks [first, last) of S = Q K^T of the own tile, in the order in which its halves and rope columns
-    arrive.
-    """
+    """Issue chunks [first, last) of S = Q K^T of the own tile, in the order in which its pieces arrive."""
     per_half = c.half // CHUNK
     for n in cutlass.range_constexpr(first, last):
         j, chunk = n // per_half, n % per_half
@@ -301,9 +297,7 @@ def rescale(me, moved):
 
 @cute.jit
 def clear_dead(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, seg, tile, slot: cutlass.Constexpr):
-    """Zero the rows of a tile past the request's end in the own half of V: P is 0 there, but they may hold NaN or
-    Inf.
-    """
+    """Zero the rows of a tile past the request's end in the own half of V: P is 0 there, but V may be NaN or Inf."""
     valid = cutlass.max(seg.kv_len - tile * c.tile, 0)
     if valid < c.tile:
         words = c.half * 2 // 16  # 16-byte words of a row

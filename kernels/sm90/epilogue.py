@@ -1,5 +1,4 @@
-"""The end of a segment: normalised rows to the output, or a partial result of a split block to its slot of the
-workspace."""
+"""The end of a segment: normalised rows to the output, or a partial result of a cut block to its workspace slot."""
 
 import cutlass
 import cutlass.cute as cute
@@ -33,9 +32,7 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg
 
 @cute.jit
 def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, live, row):
-    """O and its row statistics (shift, sum) as they are. The CTA in which the block begins tells
-    combine.
-    """
+    """O and its row statistics (shift, sum) as they are. The CTA in which the block begins tells combine."""
     slot = 2 * args.cta
     if seg.first == 0:
         slot += 1

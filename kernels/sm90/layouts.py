@@ -38,9 +38,7 @@ def slot_layout(c, dtype, columns, slots):
 
 
 def copy_view(c, slots, columns):
-    """A slot tensor (tile, columns, slots) as (8, 64, chunks, page_rows / 8, copies, slots): one TMA box, which one,
-    where.
-    """
+    """A slot tensor (tile, columns, slots) as (8, 64, chunks, page_rows / 8; copies, slots): boxes of TMA copies."""
     chunks, count = columns // CHUNK, cute.size(slots, mode=[2])
     shape = (8, CHUNK, chunks, c.page_rows // 8, c.tile // c.page_rows, count)
     return cute.composition(

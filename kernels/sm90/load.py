@@ -1,5 +1,4 @@
-"""The roles of warpgroup 0: one warp gathers KV tiles by page id, three fetch query rows and write the rows that have
-no tokens."""
+"""The roles of warpgroup 0: one warp gathers KV tiles by page id, three fetch query rows and write empty results."""
 
 from functools import partial
 
@@ -28,9 +27,7 @@ def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
 
 @cute.jit
 def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, span, policy):
-    """The KV warp: for each pair of tiles a, b the halves L_a, R_a, rope_a, R_b, L_b, rope_b, each as soon as its
-    slot is free.
-    """
+    """The KV warp: for each pair of tiles L_a, R_a, rope_a, R_b, L_b, rope_b, each as soon as its slot is free."""
     g_half = cute.local_tile(tma.m_half, (8, CHUNK, c.half // CHUNK, c.page_rows // 8), (0, 0, None, None, None))
     g_rope = cute.local_tile(tma.m_rope, (8, CHUNK, 1, c.page_rows // 8), (0, 0, None, None, None))
     one = cute.make_layout(1)
@@ -46,8 +43,8 @@ def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, span, policy):
 
 @cute.jit
 def load_segment(c: cutlass.Constexpr, half, rope, bars, args, policy, seg, phase):
-    """A copy takes page_rows tokens: copy i of the request lies in table column i >> shift, at 8-row group (i & mask)
-    * rows / 8 of that page. Lane l of the warp holds the page ids of the next 32 copies, fetched one round ahead.
+    """A copy takes page_rows tokens: copy i of the request is the (i & mask)-th of the page in table column i >> shift.
+    Lane l of the warp holds the page id of the l-th of the next 32 copies, fetched one round ahead.
     """
     per_tile, per_pair = c.tile // c.page_rows, c.tile_tokens // c.page_rows
     lane = cute.arch.lane_idx()
@@ -97,9 +94,7 @@ def gather(
     args,
     policy,
 ):
-    """Fill a slot with the `count` live copies of a tile; the rest of the slot keeps what it held, which no output
-    meets.
-    """
+    """Fill a slot with the `count` live copies of a tile; what the rest of the slot holds meets no output."""
     atom, source, target = copy
     cute.arch.mbarrier_wait(empty, phase)
     with cute.arch.elect_one():
