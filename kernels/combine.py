@@ -4,9 +4,8 @@ Launched with programmatic dependent launch behind decode; a few CTAs an SM, wha
 shift of a row's parts,
     out = sum_i 2**(shift_i - m) O_i / sum_i 2**(shift_i - m) sum_i,   LSE = m + log2 of that denominator.
 
-A block of few parts is merged by the CTAs that stand for the decode CTA in which it begins, one warp a row. Of blocks
-of many parts there are few, so all CTAs share their rows: all eight warps of a CTA take one 128-column chunk of a
-row, each every eighth part.
+All CTAs share all rows. Of a block of few parts a warp merges a whole row; of a block of many, all eight warps of a CTA
+take one 128-column chunk of a row, each every eighth part.
 """
 
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from .common.math import row_result
 from .common.work import MAX_CTAS
 
 THREADS, WARPS, LANES = 256, 8, 32
-PER_SM = 4  # CTAs for each CTA of decode
+PER_SM = 2  # CTAs for each CTA of decode: one wave of them beside no decode CTA
 assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of decode
 FEW = 8  # parts up to which a warp merges a row alone
 FLIGHT = 9  # parts of many that a warp has in flight: 132 parts take two rounds
@@ -44,21 +43,22 @@ def combine(c: cutlass.Constexpr, args):
     ctas, _, _ = cute.arch.grid_dim()
     warp_idx, lane = cute.arch.make_warp_uniform(tid // LANES), tid % LANES
     smem = SmemAllocator()
-    s_many = smem.allocate_tensor(Int32, cute.make_layout((WARPS,)), byte_alignment=16)
+    s_mask = smem.allocate_tensor(Int32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_split = smem.allocate_tensor(Int32, cute.make_layout((5, THREADS)), byte_alignment=16)
     s_stat = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_acc = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=16)
     chunks = c.latent // COLUMNS
     cute.arch.griddepcontrol_wait()
-    own = split_of(args.split_info, cta // PER_SM)
-    count = list_many(args.split_info, s_many, s_split, args.num_ctas, tid, warp_idx, lane)
-    if (own.parts > 0) & (own.parts <= FEW):
-        for row in cutlass.range(cta % PER_SM * WARPS + warp_idx, own.rows, PER_SM * WARPS, unroll=1):
-            acc, stat = merge(c, args, own, row, 0, Int32(0), 1, chunks, 2, lane)
-            store(c, args, acc, stat, own.row + row, 0, lane)
-    for item in cutlass.range(cta, count * args.slot_rows * chunks, ctas, unroll=1):
+    few, many = list_splits(args, s_mask, s_split, tid, warp_idx, lane)
+    for item in cutlass.range(cta * WARPS + warp_idx, few * args.slot_rows, ctas * WARPS, unroll=1):
+        at = item // args.slot_rows
+        split, row = read_split(s_split, at), item - at * args.slot_rows
+        if row < split.rows:
+            acc, stat = merge(c, args, split, row, 0, Int32(0), 1, chunks, 2, lane)
+            store(c, args, acc, stat, split.row + row, 0, lane)
+    for item in cutlass.range(cta, many * args.slot_rows * chunks, ctas, unroll=1):
         at = item // (args.slot_rows * chunks)
-        split = Split(*(s_split[i, at] for i in range(5)))
+        split = read_split(s_split, few + at)
         row, chunk = item // chunks % args.slot_rows, item % chunks
         if row < split.rows:
             acc, stat = merge(c, args, split, row, chunk, warp_idx, WARPS, 1, FLIGHT, lane)
@@ -68,29 +68,36 @@ def combine(c: cutlass.Constexpr, args):
             cute.arch.sync_threads()
 
 
-def split_of(split_info, cta):
-    """The block that begins and is cut in a CTA of decode; parts is 0 where there is none."""
-    return Split(cta, *(split_info[4 * cta + i] for i in range(4)))
+def read_split(s_split, at):
+    return Split(*(s_split[i, at] for i in range(5)))
 
 
 @cute.jit
-def list_many(split_info, s_many, s_split, num_ctas, tid, warp_idx, lane):
-    """Blocks of many parts, in order, to s_split; returns how many there are."""
-    split = split_of(split_info, cutlass.min(tid, num_ctas - 1))
-    many = (tid < num_ctas) & (split.parts > FEW)
-    mask = cute.arch.vote_ballot_sync(many)
+def list_splits(args, s_mask, s_split, tid, warp_idx, lane):
+    """The blocks that are cut to s_split, those of few parts before those of many, each in order. Returns how many
+    there are of both kinds.
+    """
+    info = cute.make_rmem_tensor((4,), Int32)
+    at = cutlass.min(tid, args.num_ctas - 1)
+    cute.autovec_copy(cute.local_tile(args.split_info, (4,), (at,)), info)  # (row, rows, parts, stride)
+    parts = info[2] if tid < args.num_ctas else Int32(0)
+    kinds = ((parts > 0) & (parts <= FEW), parts > FEW)
+    masks = [cute.arch.vote_ballot_sync(kind) for kind in kinds]
     if lane == 0:
-        s_many[warp_idx] = mask
+        for k in cutlass.range_constexpr(2):
+            s_mask[k, warp_idx] = masks[k]
     cute.arch.sync_threads()
-    count, at = Int32(0), cute.arch.popc(mask & ((1 << lane) - 1))
-    for w in cutlass.range_constexpr(WARPS):
-        n = cute.arch.popc(s_many[w])
-        if w < warp_idx:
-            at += n
-        count += n
-    if many:
-        for i, v in enumerate(split):
-            s_split[i, at] = v
+    count, before = [Int32(0), Int32(0)], [cute.arch.popc(mask & ((1 << lane) - 1)) for mask in masks]
+    for k in cutlass.range_constexpr(2):
+        for w in cutlass.range_constexpr(WARPS):
+            n = cute.arch.popc(s_mask[k, w])
+            if w < warp_idx:
+                before[k] += n
+            count[k] += n
+    if parts > 0:
+        place = count[0] + before[1] if parts > FEW else before[0]
+        for i, v in enumerate((tid, *(info[j] for j in range(4)))):
+            s_split[i, place] = v
     cute.arch.sync_threads()
     return count
 

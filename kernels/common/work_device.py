@@ -11,6 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import FastDivmodDivisorV2
 
+LANES = 32
+
 
 class Divisors(NamedTuple):
     ctas: FastDivmodDivisorV2
@@ -50,6 +52,9 @@ class Span(NamedTuple):
     request: Int32
     before: Int32
     lengths: Request
+
+
+SPAN_WORDS = len(Line._fields) + 2 + len(Request._fields)
 
 
 class Segment(NamedTuple):
@@ -182,11 +187,11 @@ def find_request(c: cutlass.Constexpr, args, line: Line, first: Int32, begin: In
 
 
 @cute.jit
-def scan(c: cutlass.Constexpr, args, s_scan: cute.Tensor, low: Int32, high: Int32, tid: Int32, team: Int32):
-    """Sums of sizes_of(): (steps, groups) of the requests [low, high) of this thread, then of those of all earlier
-    threads, then (steps, groups, longest) of all, seven numbers in a row. Has a CTA barrier.
+def scan(c: cutlass.Constexpr, args, low: Int32, high: Int32, team: Int32):
+    """Sums of sizes_of(): (steps, groups) of the requests [low, high) of this lane, then of those of all earlier
+    lanes, then (steps, groups, longest) of all, seven numbers in a row.
     """
-    lane, warp_idx = tid % 32, tid // 32
+    lane = cute.arch.lane_idx()
     own_steps, own_groups, longest = Int32(0), Int32(0), Int32(0)
     for b in cutlass.range(low, high, unroll=1):
         steps, groups, depth = sizes_of(c, args, b, team)
@@ -200,53 +205,44 @@ def scan(c: cutlass.Constexpr, args, s_scan: cute.Tensor, low: Int32, high: Int3
         if lane >= (1 << e):
             before_steps += steps
             before_groups += groups
+    steps, groups = (cute.arch.shuffle_sync(v, LANES - 1) for v in (before_steps, before_groups))
     longest = cute.arch.warp_redux_sync(longest, kind="max")
-    if lane == 31:
-        s_scan[warp_idx, 0], s_scan[warp_idx, 1], s_scan[warp_idx, 2] = before_steps, before_groups, longest
-    cute.arch.sync_threads()
-    before_steps -= own_steps
-    before_groups -= own_groups
-    steps, groups = Int32(0), Int32(0)
-    for w in cutlass.range_constexpr(c.threads // 32):
-        if w < warp_idx:
-            before_steps += s_scan[w, 0]
-            before_groups += s_scan[w, 1]
-        steps += s_scan[w, 0]
-        groups += s_scan[w, 1]
-        longest = cutlass.max(longest, s_scan[w, 2])
-    return own_steps, own_groups, before_steps, before_groups, steps, groups, longest
+    return own_steps, own_groups, before_steps - own_steps, before_groups - own_groups, steps, groups, longest
 
 
 @cute.jit
-def find_span(c: cutlass.Constexpr, args, s_scan: cute.Tensor, tid: Int32, cta: Int32) -> Span:
-    """Block-wide scan over the requests; all threads of the CTA call it, and leave it behind a CTA barrier.
-    `request`, `before` and `lengths` mean nothing where the piece is empty.
+def find_span(c: cutlass.Constexpr, args, s_span: cute.Tensor, cta: Int32):
+    """One warp finds the CTA's span and leaves it in shared memory for all. The others wait: scanned by all of them,
+    the same instructions took three times as long. `request`, `before` and `lengths` mean nothing in an empty span.
     """
-    found = c.threads // 32  # row of s_scan
-    chunk = (args.batch + c.threads - 1) // c.threads
-    low = cutlass.min(tid * chunk, args.batch)
+    lane = cute.arch.lane_idx()
+    chunk = (args.batch + LANES - 1) // LANES  # neighbours: a lane finds all but the first in its L1 line
+    low = cutlass.min(lane * chunk, args.batch)
     high = cutlass.min(low + chunk, args.batch)
     team = args.team
-    own_steps, own_groups, before_steps, before_groups, steps, groups, longest = scan(
-        c, args, s_scan, low, high, tid, team
-    )
+    own_steps, own_groups, before_steps, before_groups, steps, groups, longest = scan(c, args, low, high, team)
     if (args.seq_len_q == 0) & (team > 1):  # packed: requests may have few blocks
-        cute.arch.sync_threads()
-        alone = scan(c, args, s_scan, low, high, tid, Int32(1))
+        alone = scan(c, args, low, high, Int32(1))
         if wasteful(steps, team, alone[4]):
             team = Int32(1)
             own_steps, own_groups, before_steps, before_groups, steps, groups, longest = alone
     line = line_of(c, args, team, steps, groups, longest, cta)
     before = on_line(line, before_steps, before_groups)
     mine = on_line(line, own_steps, own_groups)
+    if lane == 0:
+        for i, v in enumerate(line):
+            s_span[i] = v
     if (line.start < line.end) & (before <= line.start) & (line.start < before + mine):
         request, before = find_request(c, args, line, low, before)
-        lengths = load_request(args, request)
-        for i, v in enumerate((request, before, *lengths)):
-            s_scan[found, i] = v
-    cute.arch.sync_threads()
-    request, before, *lengths = [s_scan[found, i] for i in range(5)]
-    return Span(line, request, before, Request(*lengths))
+        for i, v in enumerate((request, before, *load_request(args, request))):
+            s_span[len(line) + i] = v
+
+
+def read_span(s_span: cute.Tensor) -> Span:
+    """What find_span left, behind a barrier."""
+    values = [s_span[i] for i in range(SPAN_WORDS)]
+    size = len(Line._fields)
+    return Span(Line(*values[:size]), *values[size : size + 2], Request(*values[size + 2 :]))
 
 
 @cute.jit

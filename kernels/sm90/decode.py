@@ -128,7 +128,7 @@ class Decode:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         bars = bundle(**{name: allocator.allocate_array(Int64, count) for name, count in barrier_counts(c).items()})
-        s_scan = allocator.allocate_tensor(Int32, cute.make_layout((c.threads // 32 + 1, 5)), byte_alignment=16)
+        s_span = allocator.allocate_tensor(Int32, cute.make_layout((work.SPAN_WORDS,)), byte_alignment=16)
         smem = bundle(
             ref=allocator.allocate_tensor(Float32, cute.make_layout((c.rows,)), byte_alignment=16),
             sum=allocator.allocate_tensor(Float32, cute.make_layout((c.rows, 2)), byte_alignment=16),
@@ -137,18 +137,6 @@ class Decode:
                 for name, layout in layouts._asdict().items()
             },
         )
-        if warp_idx == 0:
-            init_barriers(c, bars)
-            cpasync.prefetch_descriptor(tma.half)
-            cpasync.prefetch_descriptor(tma.rope)
-            cpasync.prefetch_descriptor(tma.query)
-        if tid == 128:
-            # No block is cut yet; the same thread says otherwise later. The combine of the launch before is over, since
-            # decode itself is launched without PDL.
-            given.split_info[4 * cta + 2] = Int32(0)
-        prefetch_table(c, given.block_tables, given.batch, cta, tid)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.griddepcontrol_launch_dependents()
         width = given.page_size // c.page_rows - 1
         table_tokens = given.block_tables.shape[1].to(Int64) * given.page_size.to(Int64)  # passes 2**31 in a wide table
         args = bundle(
@@ -159,7 +147,23 @@ class Decode:
             page_shift=cute.arch.popc(width),
             cta=cta,
         )
-        span = work.find_span(c, args, s_scan, tid, cta)
+        if warp_idx == 0:
+            work.find_span(c, args, s_span, cta)
+        else:
+            if warp_idx == 1:
+                init_barriers(c, bars)
+                cute.arch.mbarrier_init_fence()
+                cpasync.prefetch_descriptor(tma.half)
+                cpasync.prefetch_descriptor(tma.rope)
+                cpasync.prefetch_descriptor(tma.query)
+            prefetch_table(c, given.block_tables, given.batch, cta, tid - 32)
+            if tid == 128:
+                # No block is cut yet; the same thread says otherwise later. The combine of the launch before is over,
+                # since decode itself is launched without PDL.
+                given.split_info[4 * cta + 2] = Int32(0)
+            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        span = work.read_span(s_span)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.producer_regs)
             if span.line.start < span.line.end:

@@ -17,9 +17,9 @@ WORD = 16  # bytes of one asynchronous copy and of one store
 @cute.jit
 def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
     """Ask L2 for the first 1,024 columns of the table at once, a row a warp: page ids are wanted one memory latency
-    later, when the lengths are known.
+    later, when the lengths are known. All warps but the first.
     """
-    row, column = cta * (c.threads // LANES) + tid // LANES, tid % LANES * 32  # a 128-byte line a thread
+    row, column = cta * (c.threads // LANES - 1) + tid // LANES, tid % LANES * 32  # a 128-byte line a thread
     if (row < batch) & (column < block_tables.shape[1]):
         line = block_tables.iterator.toint() + (row.to(Int64) * block_tables.stride[0] + column) * 4
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[line])
