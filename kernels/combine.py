@@ -19,10 +19,10 @@ from .common.math import row_result
 from .common.work import MAX_CTAS
 
 THREADS, WARPS, LANES = 256, 8, 32
-PER_SM = 2  # CTAs for each CTA of decode: one wave of them beside no decode CTA
+PER_SM = 4  # CTAs for each CTA of decode, all resident at once
 assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of decode
 FEW = 8  # parts up to which a warp merges a row alone
-FLIGHT = 9  # parts of many that a warp has in flight: 132 parts take two rounds
+FLIGHT = 3  # parts of many that a warp has in flight beside its first
 COLUMNS = 128  # of a chunk: 4 a lane
 # what combine takes of decode's arguments
 READS = ("out", "lse", "part_out", "part_stat", "split_info", "slot_rows", "num_ctas", "out_scale", "lse_scale")
@@ -54,7 +54,7 @@ def combine(c: cutlass.Constexpr, args):
         at = item // args.slot_rows
         split, row = read_split(s_split, at), item - at * args.slot_rows
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, 0, Int32(0), 1, chunks, 2, lane)
+            acc, stat = merge(c, args, split, row, 0, Int32(0), 1, chunks, 1, lane)
             store(c, args, acc, stat, split.row + row, 0, lane)
     for item in cutlass.range(cta, many * args.slot_rows * chunks, ctas, unroll=1):
         at = item // (args.slot_rows * chunks)
@@ -115,29 +115,34 @@ def merge(
     flight: cutlass.Constexpr,
     lane,
 ):
-    """Fold parts first, first + step, ... of `chunks` column chunks of a row, `flight` parts at a time. Returns 4
-    columns a lane and chunk of O, and (shift, sum), which O and the sum are relative to.
+    """Fold parts first, first + step, ... of `chunks` column chunks of a row, the first and `flight` more at a time; there
+    is a first one. Returns 4 columns a lane and chunk of O, and (shift, sum), which O and the sum are relative to.
     """
     acc = cute.make_rmem_tensor((4, chunks), Float32)
     stat = cute.make_rmem_tensor((2,), Float32)
     values = cute.make_rmem_tensor((4, chunks, flight), Float32)
     stats = cute.make_rmem_tensor((2, flight), Float32)
-    acc.fill(0.0)
-    stat[0], stat[1] = -Float32.inf, Float32(0.0)
-    for base in cutlass.range(first, split.parts, step * flight, unroll=1):
+    load_part(c, args, split, first, row, chunk, lane, acc, stat)
+    for base in cutlass.range(first + step, split.parts, step * flight, unroll=1):
         for j in cutlass.range_constexpr(flight):
             part = cutlass.min(base + j * step, split.parts - 1)
-            slot = 2 * (split.cta + part * split.stride) + (part == 0).to(Int32)
-            at = slot * args.slot_rows + row
-            cute.autovec_copy(cute.local_tile(args.part_stat, (2,), (at,)), stats[None, j])
-            line = args.part_out.iterator + at.to(Int64) * c.latent + (chunk * COLUMNS + lane * 4)
-            for k in cutlass.range_constexpr(chunks):
-                source = cute.make_tensor((line + k * COLUMNS).align(16), cute.make_layout(4))
-                cute.autovec_copy(source, values[None, k, j])
+            load_part(c, args, split, part, row, chunk, lane, values[None, None, j], stats[None, j])
             if base + j * step >= split.parts:
                 stats[0, j], stats[1, j] = -Float32.inf, Float32(0.0)
         fold(acc, stat, values, stats)
     return acc, stat
+
+
+@cute.jit
+def load_part(c: cutlass.Constexpr, args, split, part, row, chunk, lane, values, stat):
+    """values (4, chunks), stat (2)"""
+    slot = 2 * (split.cta + part * split.stride) + (part == 0).to(Int32)
+    at = slot * args.slot_rows + row
+    cute.autovec_copy(cute.local_tile(args.part_stat, (2,), (at,)), stat)
+    line = args.part_out.iterator + at.to(Int64) * c.latent + (chunk * COLUMNS + lane * 4)
+    for k in cutlass.range_constexpr(values.shape[1]):
+        source = cute.make_tensor((line + k * COLUMNS).align(16), cute.make_layout(4))
+        cute.autovec_copy(source, values[None, k])
 
 
 @cute.jit

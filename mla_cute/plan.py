@@ -28,6 +28,9 @@ class Tiling(Protocol):
     @property
     def tile_tokens(self) -> int: ...  # KV tokens of the unit in which work is split
 
+    @property
+    def block_cost(self) -> int: ...  # such units that a change of blocks costs
+
 
 @dataclass(frozen=True)
 class LargestTiling:
@@ -35,6 +38,7 @@ class LargestTiling:
 
     rows: int = 64
     tile_tokens: int = 128
+    block_cost: int = 2
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def make_plan(problem: MLAProblem, tiling: Tiling, sm_count: int) -> Plan:
     rows = problem.max_seq_len_q * problem.num_heads
     row_tiles, kv_tiles = -(-rows // tiling.rows), -(-problem.max_kv_len // tiling.tile_tokens)
     units = problem.batch_size * row_tiles * kv_tiles
-    if units > INT32_MAX:
+    if units + problem.batch_size * row_tiles * tiling.block_cost > INT32_MAX:
         raise UnsupportedProblem(
             f"batch_size={problem.batch_size}, max_seq_len_q={problem.max_seq_len_q}, num_heads={problem.num_heads}, "
             f"max_kv_len={problem.max_kv_len} make {units} tiles; at most {INT32_MAX} can be counted"

@@ -5,10 +5,11 @@
 A request with kv_len tokens and q_len query tokens has *blocks* of `rows` query rows (token x head) and *steps* of
 `tile_tokens` KV tokens. CTAs work in teams: the members of a team take neighbouring blocks of a request, step by step
 at the same time, so that a KV tile comes from DRAM once and from L2 for the others. `team` blocks together are a
-*group*; all groups x steps of all requests, one after the other, form one line, and team t takes an even piece of it,
-so the work is balanced whatever the lengths are. Where cutting every group into equal parts is as good
-(`parts_of_group`; one part: groups stay whole), the line counts parts, not steps, and most CTAs have one piece less.
-A piece of one block inside one CTA is a *segment*.
+*group*; all groups of all requests, one after the other, form one line, and team t takes an even piece of it, so the
+work is balanced whatever the lengths are. A group is as long as its steps and `block_cost` before them: the time in
+which a CTA changes blocks, in steps. Where cutting every group into equal parts is as good (`parts_of_group`; one part:
+groups stay whole), the line counts parts, not steps, and most CTAs have one piece less. A piece of one block inside
+one CTA is a *segment*.
 
 A block that lies in one CTA goes straight to the output; of a block that is cut, each CTA writes a partial result to
 a slot of the workspace: slot 2k where the block began in an earlier CTA, slot 2k + 1 where it begins in CTA k. So
@@ -73,16 +74,17 @@ def best_team(blocks: int, ctas: int) -> int:
     return min(sizes, key=lambda size: -(-blocks // size) / (ctas // size) * (1 + 0.1 / size))
 
 
-def parts_of_group(total: int, groups: int, longest: int, teams: int, split_cost: int) -> int:
+def parts_of_group(total: int, groups: int, longest: int, teams: int, block_cost: int, split_cost: int) -> int:
     """Equal parts into which each group is cut, or 0: teams take even pieces of the line of steps instead.
 
-    Parts are right if no team gets more than an even share plus what a further segment costs, in steps. Cutting into
+    Parts are right if no team gets more than an even share plus what cutting anywhere costs, in steps. Cutting into
     more than one part needs groups of one length.
     """
     parts = max(1, min(teams // max(groups, 1), longest))
     if groups < 2 or (parts > 1 and total != groups * longest):  # the line of steps cuts one group evenly, too
         return 0
-    return parts if -(-groups * parts // teams) * -(-longest // parts) <= total // teams + split_cost else 0
+    most = -(-groups * parts // teams) * (-(-longest // parts) + block_cost)
+    return parts if most <= (total + groups * block_cost) // teams + split_cost else 0
 
 
 def partition(
@@ -94,7 +96,8 @@ def partition(
     team: int = 1,
     rows: int = 64,
     tile_tokens: int = 128,
-    split_cost: int = 3,
+    block_cost: int = 2,
+    split_cost: int = 5,
 ) -> tuple[list[list[Segment]], list[Split | None]]:
     """Segments of every CTA, and its split_info."""
     shape = [(-(-q * num_heads // rows), -(-max(n, 0) // tile_tokens)) for n, q in zip(kv_lens, q_lens, strict=True)]
@@ -106,23 +109,26 @@ def partition(
     total = sum(count * steps for count, steps in groups)
     number = sum(count for count, steps in groups if steps)
     longest = max((steps for count, steps in groups if count), default=0)
-    parts = parts_of_group(total, number, longest, teams, split_cost)
-    line = number * parts if parts else total
+    parts = parts_of_group(total, number, longest, teams, block_cost, split_cost)
+    extra = block_cost if parts == 0 and number > 1 else 0
+    line = number * parts if parts else total + number * extra
     teams = min(teams, line)  # so that none is empty between two that share a block
 
     segments: list[list[Segment]] = [[] for _ in range(ctas)]
     splits: list[Split | None] = [None] * ctas
     begin, row = 0, 0
     for request, ((count, steps), (blocks, _)) in enumerate(zip(groups, shape, strict=True)):
-        length = parts if parts else steps  # of a group on the line
+        length = parts if parts else steps + extra  # of a group on the line
         for group in range(count if steps else 0):
-            left, right = owner_of(line, teams, begin), owner_of(line, teams, begin + length - 1)
+            left, right = owner_of(line, teams, begin + extra), owner_of(line, teams, begin + length - 1)
             for member in range(min(team, blocks - group * team)):
                 block = group * team + member
                 for t in range(left, right + 1):
-                    first = max(share(line, teams, t) - begin, 0)
-                    last = min(share(line, teams, t + 1) - begin, length)
-                    piece = Segment(request, block, share(steps, length, first), share(steps, length, last), steps)
+                    first = max(share(line, teams, t) - begin - extra, 0)
+                    last = min(share(line, teams, t + 1) - begin, length) - extra
+                    if parts:
+                        first, last = share(steps, parts, first), share(steps, parts, last)
+                    piece = Segment(request, block, first, last, steps)
                     segments[t * team + member].append(piece)
                 if right > left:
                     live = min(rows, q_lens[request] * num_heads - block * rows)

@@ -33,10 +33,19 @@ class Line(NamedTuple):
     total: Int32
     steps: Int32  # of all groups, whatever the line counts
     parts: Int32  # equal parts of a group on the line; 0: it counts its steps
+    extra: Int32  # what a group adds to its steps on the line
     team: Int32
     teams: Int32  # that have work
     index: Int32  # which of them the CTA is in, and which member it is
     member: Int32
+
+
+class Raw(NamedTuple):
+    """What the metadata say of a request."""
+
+    kv_len: Int32
+    q_first: Int32  # packed mode only, and so q_end
+    q_end: Int32
 
 
 class Request(NamedTuple):
@@ -93,17 +102,30 @@ def query_offset(args, b):
 
 
 @cute.jit
-def load_request(args, index: Int32) -> Request:
-    """Lengths of a request. A length below 0 counts as 0, one beyond the table or the plan is cut, and so are offsets
-    beyond the query: nothing outside the tensors is read or written, whatever they say.
-    """
+def fetch_request(args, index: Int32) -> Raw:
+    """Ask for the lengths of a request; nothing waits for them before lengths_of()."""
     b = cutlass.min(index, args.batch - 1)
-    kv_len = cutlass.min(cutlass.max(args.seq_lens[b], 0), args.max_kv_len)
+    first, end = Int32(0), Int32(0)
+    if args.seq_len_q == 0:
+        first, end = args.qo_indptr[b], args.qo_indptr[b + 1]
+    return Raw(args.seq_lens[b], first, end)
+
+
+@cute.jit
+def lengths_of(args, raw: Raw) -> Request:
+    """A length below 0 counts as 0, one beyond the table or the plan is cut, and so are offsets beyond the query:
+    nothing outside the tensors is read or written, whatever they say.
+    """
+    kv_len = cutlass.min(cutlass.max(raw.kv_len, 0), args.max_kv_len)
     q_first, q_len = Int32(0), args.seq_len_q
     if args.seq_len_q == 0:
-        q_first = query_offset(args, b)
-        q_len = cutlass.max(query_offset(args, b + 1) - q_first, 0)
+        q_first = cutlass.min(cutlass.max(raw.q_first, 0), args.total_q)
+        q_len = cutlass.max(cutlass.min(raw.q_end, args.total_q) - q_first, 0)
     return Request(kv_len, q_first, q_len)
+
+
+def load_request(args, index: Int32) -> Request:
+    return lengths_of(args, fetch_request(args, index))
 
 
 def shape_of(c, args, request):
@@ -119,24 +141,25 @@ def groups_of(args, blocks: Int32, team: Int32) -> Int32:
 
 
 @cute.jit
-def group_length(steps: Int32, parts: Int32) -> Int32:
-    return steps if parts == 0 else parts * cutlass.min(steps, 1)
+def group_length(line: Line, steps: Int32) -> Int32:
+    length = line.parts if line.parts > 0 else steps + line.extra
+    return length if steps > 0 else Int32(0)
 
 
 @cute.jit
 def length_of(c: cutlass.Constexpr, args, line: Line, b: Int32) -> Int32:
     """What a request adds to the line."""
     blocks, steps = shape_of(c, args, load_request(args, b))
-    return groups_of(args, blocks, line.team) * group_length(steps, line.parts)
+    return groups_of(args, blocks, line.team) * group_length(line, steps)
 
 
 @cute.jit
-def parts_of_group(total: Int32, groups: Int32, longest: Int32, teams, split_cost: cutlass.Constexpr) -> Int32:
+def parts_of_group(c: cutlass.Constexpr, total: Int32, groups: Int32, longest: Int32, teams) -> Int32:
     parts, turns, depth = Int32(1), (groups + (teams.divisor - 1)) // teams, longest
     if (groups > 1) & (2 * groups <= teams.divisor):
         parts = cutlass.max(1, cutlass.min(teams.divisor // groups, longest))
         depth = (longest + parts - 1) // parts
-    fits = turns * depth <= total // teams + split_cost
+    fits = turns * (depth + c.block_cost) <= (total + groups * c.block_cost) // teams + c.split_cost
     # one group is cut by the line of steps as well as by parts
     return parts if fits & (groups > 1) & ((parts == 1) | (total == groups * longest)) else Int32(0)
 
@@ -162,16 +185,17 @@ def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32
     teams, index, member = args.divisors.teams, cta // args.divisors.team, cta % args.divisors.team
     if team == 1:
         teams, index, member = args.divisors.ctas, cta, Int32(0)
-    parts = parts_of_group(steps, groups, longest, teams, c.split_cost)
-    total = groups * parts if parts > 0 else steps
+    parts = parts_of_group(c, steps, groups, longest, teams)
+    extra = Int32(c.block_cost) if (parts == 0) & (groups > 1) else Int32(0)
+    total = groups * parts if parts > 0 else steps + groups * extra
     start = team_share(total, teams, index)
     end = team_share(total, teams, index + 1) if index < teams.divisor else start
-    return Line(start, end, total, steps, parts, team, cutlass.min(teams.divisor, total), index, member)
+    return Line(start, end, total, steps, parts, extra, team, cutlass.min(teams.divisor, total), index, member)
 
 
 @cute.jit
 def on_line(line: Line, steps: Int32, groups: Int32) -> Int32:
-    return groups * line.parts if line.parts > 0 else steps
+    return groups * line.parts if line.parts > 0 else steps + groups * line.extra
 
 
 @cute.jit
@@ -251,26 +275,26 @@ def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state)
     line = span.line
     pos, b, before = line.start, span.request, span.before
     now = span.lengths
-    later = load_request(args, b + 1)  # fetched one request ahead: the loop never waits for a length
+    later = fetch_request(args, b + 1)  # one request ahead: the loop never waits for a length
     while pos < line.end:
         blocks, steps = shape_of(c, args, now)
-        groups, length = groups_of(args, blocks, line.team), group_length(steps, line.parts)
+        groups, length = groups_of(args, blocks, line.team), group_length(line, steps)
         while pos - before >= groups * length:
             before += groups * length
             b += 1
-            now = later
-            later = load_request(args, b + 1)
+            now = lengths_of(args, later)
+            later = fetch_request(args, b + 1)
             blocks, steps = shape_of(c, args, now)
-            groups, length = groups_of(args, blocks, line.team), group_length(steps, line.parts)
+            groups, length = groups_of(args, blocks, line.team), group_length(line, steps)
         group = Int32(0)
         if groups > 1:
             group = (pos - before) // length
         begin = before + group * length
-        first = pos - begin
-        last = cutlass.min(length, line.end - begin)
-        pos += last - first
+        first, last = pos - begin, cutlass.min(length, line.end - begin)
+        pos = begin + last
+        first, last = cutlass.max(first - line.extra, 0), last - line.extra  # steps, or parts
         cuts = Int32(0)
-        if (first == 0) & (last < length):
+        if (first == 0) & (pos < begin + length):
             cuts = owner_of(line.total, line.teams, begin + length - 1) - line.index + 1
         if line.parts > 0:
             if line.parts == 1:
@@ -278,7 +302,7 @@ def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state)
             else:
                 first, last = share(steps, length, first), share(steps, length, last)
         block = group * line.team + line.member
-        if block < blocks:
+        if (block < blocks) & (last > 0):
             state = body(Segment(b, now.kv_len, now.q_first, now.q_len, block, first, last, steps, cuts), state)
     return state
 

@@ -116,7 +116,7 @@ class Decode:
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=PER_SM,
             preferred_smem_carveout=25,
         )
 

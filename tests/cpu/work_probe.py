@@ -36,7 +36,7 @@ class Probe:
         team: Int32,
         seq_len_q: Int32,
     ) -> None:
-        c = bundle(rows=64, tile_tokens=128, split_cost=3)
+        c = bundle(rows=64, tile_tokens=128, block_cost=2, split_cost=5)
         args = bundle(
             seq_lens=seq_lens,
             qo_indptr=qo_indptr,
