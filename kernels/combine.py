@@ -4,7 +4,7 @@ Launched with programmatic dependent launch behind decode; a few CTAs an SM, wha
 shift of a row's parts,
     out = sum_i 2**(shift_i - m) O_i / sum_i 2**(shift_i - m) sum_i,   LSE = m + log2 of that denominator.
 
-All CTAs share all rows. Of a block of few parts a warp merges a whole row; of a block of many, all eight warps of a CTA
+All CTAs share all rows. Of a block of few parts a warp merges half a row; of a block of many, all eight warps of a CTA
 take one 128-column chunk of a row, each every eighth part.
 """
 
@@ -19,10 +19,7 @@ from .common.math import row_result
 from .common.work import MAX_CTAS
 
 THREADS, WARPS, LANES = 256, 8, 32
-PER_SM = 4  # CTAs for each CTA of decode, all resident at once
-assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of decode
-FEW = 8  # parts up to which a warp merges a row alone
-FLIGHT = 3  # parts of many that a warp has in flight beside its first
+FEW, CHUNKS, FLIGHT = 8, 2, 3  # up to so many parts a warp takes so many chunks, this many parts beside the first at once
 COLUMNS = 128  # of a chunk: 4 a lane
 # what combine takes of decode's arguments
 READS = ("out", "lse", "part_out", "part_stat", "split_info", "slot_rows", "num_ctas", "out_scale", "lse_scale")
@@ -47,29 +44,31 @@ def combine(c: cutlass.Constexpr, args):
     s_split = smem.allocate_tensor(Int32, cute.make_layout((5, THREADS)), byte_alignment=16)
     s_stat = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_acc = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=16)
-    chunks = c.latent // COLUMNS
+    chunks = c.latent // COLUMNS  # of a row
     cute.arch.griddepcontrol_wait()
     few, many = list_splits(args, s_mask, s_split, tid, warp_idx, lane)
-    for item in cutlass.range(cta * WARPS + warp_idx, few * args.slot_rows, ctas * WARPS, unroll=1):
-        at = item // args.slot_rows
-        split, row = read_split(s_split, at), item - at * args.slot_rows
+    pieces = chunks // CHUNKS
+    for item in cutlass.range(cta * WARPS + warp_idx, few * args.slot_rows * pieces, ctas * WARPS, unroll=1):
+        split, row, piece = find_item(args, s_split, Int32(0), item, pieces)
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, 0, Int32(0), 1, chunks, 1, lane)
-            store(c, args, acc, stat, split.row + row, 0, lane)
+            acc, stat = merge(c, args, split, row, piece * CHUNKS, Int32(0), 1, CHUNKS, FLIGHT, lane)
+            store(c, args, acc, stat, split.row + row, piece * CHUNKS, lane)
     for item in cutlass.range(cta, many * args.slot_rows * chunks, ctas, unroll=1):
-        at = item // (args.slot_rows * chunks)
-        split = read_split(s_split, few + at)
-        row, chunk = item // chunks % args.slot_rows, item % chunks
+        split, row, chunk = find_item(args, s_split, few, item, chunks)
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, chunk, warp_idx, WARPS, 1, FLIGHT, lane)
+            acc, stat = merge(c, args, split, row, chunk, warp_idx, WARPS, 1, c.merge_flight, lane)
             merge_warps(s_acc, s_stat, acc, stat, warp_idx, lane)
             if warp_idx == 0:
                 store(c, args, acc, stat, split.row + row, chunk, lane)
             cute.arch.sync_threads()
 
 
-def read_split(s_split, at):
-    return Split(*(s_split[i, at] for i in range(5)))
+@cute.jit
+def find_item(args, s_split, before, item, pieces: cutlass.Constexpr):
+    """(block that is cut, row of it, piece of the row) of an item of work; the blocks begin at `before` of the list."""
+    line = item // pieces
+    at = line // args.slot_rows
+    return Split(*(s_split[i, before + at] for i in range(5))), line - at * args.slot_rows, item % pieces
 
 
 @cute.jit

@@ -300,14 +300,20 @@ def clear_dead(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, seg, tile, 
     """Zero the rows of a tile past the request's end in the own half of V: P is 0 there, but V may be NaN or Inf."""
     valid = cutlass.max(seg.kv_len - tile * c.tile, 0)
     if valid < c.tile:
-        words = c.half * 2 // 16  # 16-byte words of a row
-        zeros = cute.make_rmem_tensor((4,), Int32)
-        zeros.fill(0)
-        base = cute.make_ptr(Int32, smem.half.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
-        for index in cutlass.range(me.tid, (c.tile - valid) * words, 128, unroll=1):
-            row, word = valid + index // words, index % words
-            at = (row // 8) * (words // 8) + word // 8  # which 8 x 64 piece of the slot
-            offset = slot * (c.tile * c.half // 2) + at * 256 + (row % 8) * 32 + (word % 8) * 4
-            cute.autovec_copy(zeros, cute.make_tensor((base + offset).align(16), cute.make_layout(4)))
+        zero_rows(c, smem.half, c.half, slot, valid, me.tid)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=Barrier.WARPGROUP + w, number_of_threads=128)
+
+
+@cute.jit
+def zero_rows(c: cutlass.Constexpr, slots, columns: cutlass.Constexpr, slot, first, tid):
+    """Zero the rows of a slot from `first` on, by 128 threads: each does a 16-byte word of a row in all its chunks."""
+    words, chunks = 8, columns // CHUNK
+    zeros = cute.make_rmem_tensor((4,), Int32)
+    zeros.fill(0)
+    base = cute.make_ptr(Int32, slots.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
+    for index in cutlass.range(tid, (c.tile - first) * words, 128, unroll=1):
+        row = first + index // words
+        offset = slot * (c.tile * columns // 2) + (row // 8) * (chunks * 256) + (row % 8) * 32 + (index % words) * 4
+        for n in cutlass.range_constexpr(chunks):
+            cute.autovec_copy(zeros, cute.make_tensor((base + offset + n * 256).align(16), cute.make_layout(4)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
     from mla_cute.problem import MLAProblem
@@ -14,13 +14,31 @@ CAPABILITIES = ((9, 0),)
 KERNEL = "mla_cute.kernels.sm90.decode:Decode"
 DTYPES = ("bf16", "fp16")
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory a CTA may have on sm_90
+FEW_ROWS = (8, 16, 24, 32)
 
 
 class Barrier(IntEnum):
     """Named barriers (0 is the CTA's own)."""
 
-    SUM = 1  # the two warpgroups exchange row sums
+    SUM = 1  # the math warps exchange row sums
     WARPGROUP = 2  # + warpgroup: its 128 threads alone
+    MOVED = 4  # few rows: the warpgroup asks whether a reference has to move
+
+
+class Ring(NamedTuple):
+    """Slots of shared memory, each for `columns` columns of a tile; TMA fills them one after the other."""
+
+    columns: int
+    slots: int
+
+
+class Piece(NamedTuple):
+    """One filling of a slot: columns [box * columns, (box + 1) * columns) of a tile, `columns` being the ring's."""
+
+    ring: str
+    slot: int  # counted from where the step's first piece of this ring lies
+    tile: int  # of the step
+    box: int
 
 
 @dataclass(frozen=True)
@@ -29,36 +47,97 @@ class DecodeConfig:
 
     in_dtype, out_dtype: "bf16" or "fp16" (query and cache share in_dtype). page_rows: tokens a TMA copy takes from
     one page, min(page_size, 64). Pages of 64, 128 and 256 share a kernel: the page size is a run-time shift.
+    rows: query rows (token x head) a CTA. 64 are the M of a WGMMA, and two math warpgroups share each pair of tiles;
+    8, 16, 24 or 32 ("few") are the N of WGMMAs whose M is tokens or latents, and one math warpgroup does a tile.
     """
 
     in_dtype: str
     out_dtype: str
     page_rows: int
+    rows: int = 64
 
     arch: ClassVar[str] = ARCH
-    rows: ClassVar[int] = 64  # query rows (token x head) a CTA: the M of one WGMMA
     tile: ClassVar[int] = 64  # KV tokens of one softmax step
-    tile_tokens: ClassVar[int] = 128  # a pair of tiles: the unit in which work is split
     head_dim: ClassVar[int] = 576
     latent: ClassVar[int] = 512
-    half: ClassVar[int] = 256  # latent columns a consumer warpgroup owns
+    half: ClassVar[int] = 256  # latent columns a math warpgroup owns, where there are two
     # In steps, see common/work.py. H200, 128 heads, a step of 3.3 us: from the last P V of a block to the first of the
     # next 5.6 to 6.3 us; cutting everywhere 16 us, 12 of them to combine.
     block_cost: ClassVar[int] = 2
     split_cost: ClassVar[int] = 5
-    half_slots: ClassVar[int] = 4  # two tiles, each as two halves
-    rope_slots: ClassVar[int] = 2
-    threads: ClassVar[int] = 384  # warpgroup 0: KV warp, three query warps; warpgroups 1, 2: math
     query_warps: ClassVar[int] = 3
-    producer_regs: ClassVar[int] = 40
-    consumer_regs: ClassVar[int] = 232
-    # Below this much work (226 MB of KV) the cache is read with evict_first. H200: 38 MB 31.0 -> 29.6 us, 76 MB 42.4 ->
-    # 39.8 us, 151 MB 61.3 -> 59.4 us, but 1.2 GB 297 -> 315 us.
-    evict_first_steps: ClassVar[int] = 1536
+
+    def __post_init__(self) -> None:
+        if self.rows not in (*FEW_ROWS, 64):
+            raise ValueError(f"rows must be one of {FEW_ROWS} or 64, got {self.rows}")
 
     @property
     def name(self) -> str:
         return f"sm90_r{self.rows}_{self.in_dtype}_{self.out_dtype}_p{self.page_rows}"
+
+    @property
+    def few(self) -> bool:
+        return self.rows < 64
+
+    @property
+    def tile_tokens(self) -> int:
+        """A step, the unit in which work is split: a pair of tiles, or one."""
+        return 64 if self.few else 128
+
+    @property
+    def math_warps(self) -> int:
+        return 4 if self.few else 8
+
+    @property
+    def threads(self) -> int:
+        """Warpgroup 0: KV warp, three query warps; the others: math."""
+        return 128 + 32 * self.math_warps
+
+    @property
+    def producer_regs(self) -> int:
+        return 48 if self.rows < 32 else 40  # with fewer the KV warp spills, with more the math warps of 32 rows
+
+    @property
+    def consumer_regs(self) -> int:
+        return 256 - self.producer_regs if self.few else 232  # few rows: of a launch with 128
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """CTAs an SM that registers are left for. ptxas keeps setmaxnreg only where it is given. Few rows: 2, though
+        shared memory holds one; the other half of the registers is for combine, which waits beside decode (PDL).
+        """
+        return 2 if self.few else 1
+
+    @property
+    def merge_ctas(self) -> int:
+        """CTAs of combine for each of decode: as many as fit on an SM at once, few rows: beside decode."""
+        return 1 if self.few else 4
+
+    @property
+    def merge_flight(self) -> int:
+        """See combine.py; bound by the registers that merge_ctas leaves."""
+        return 8 if self.few else 3
+
+    @property
+    def rings(self) -> dict[str, Ring]:
+        if self.few:  # beside combine's shared memory
+            return {"third": Ring(192, 8 if self.rows <= 16 else 7)}
+        return {"half": Ring(256, 4), "rope": Ring(64, 2)}  # two tiles
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Of a step, in the order in which they are loaded and used: L_a, R_a, rope_a, R_b, L_b, rope_b for a pair."""
+        if self.few:
+            return tuple(Piece("third", n, 0, n) for n in range(3))
+        tiles = ([Piece("half", 2 * t + j, t, t ^ j) for j in (0, 1)] + [Piece("rope", t, t, 8)] for t in (0, 1))
+        return tuple(piece for tile in tiles for piece in tile)
+
+    @property
+    def evict_first_steps(self) -> int:
+        """Below this much work (226 MB of KV) the cache is read with evict_first. H200: 38 MB 31.0 -> 29.6 us, 76 MB
+        42.4 -> 39.8 us, 151 MB 61.3 -> 59.4 us, but 1.2 GB 297 -> 315 us.
+        """
+        return 1536 * 128 // self.tile_tokens
 
     @property
     def lazy(self) -> float:
@@ -74,9 +153,10 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles alone; the barriers and row statistics take less than 2 KB more."""
-        kv = self.half_slots * self.tile * self.half + self.rope_slots * self.tile * 64
-        return 2 * (self.rows * self.head_dim + kv)
+        """Tiles and P alone; the barriers and row statistics take less than 2 KB more."""
+        kv = sum(self.tile * ring.columns * ring.slots for ring in self.rings.values())
+        p = self.rows * self.tile if self.few else 0  # else it lies over the rope columns
+        return 2 * (self.rows * self.head_dim + kv + p)
 
 
 def refuse(problem: MLAProblem) -> str | None:
@@ -92,6 +172,12 @@ def refuse(problem: MLAProblem) -> str | None:
             "batch_invariant=True needs a split that depends on one request alone, which this kernel does not have yet"
         )
     return None
+
+
+def rows_for(problem: MLAProblem) -> int:
+    """The smallest kernel that holds a request's rows in one block: each row that is not there costs tensor time."""
+    rows = problem.max_seq_len_q * problem.num_heads
+    return next((n for n in FEW_ROWS if rows <= n), 64)
 
 
 def config_for(problem: MLAProblem) -> DecodeConfig:

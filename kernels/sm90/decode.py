@@ -1,13 +1,15 @@
-"""Paged MLA decode for Hopper: 64 query rows a CTA, split-KV over a persistent grid.
+"""Paged MLA decode for Hopper: 64 or fewer query rows a CTA, split-KV over a persistent grid.
 
     S = scale Q K^T (Q: 64 x 576, K: tokens x 576),  P = softmax S,  O = P V,  V = the first 512 columns of K
 
 Grid: one CTA an SM; each takes an even piece of the batch's work (common/work.py), so it walks over a few segments,
-each one block of 64 rows times some pairs of 64-token tiles. 384 threads:
+each one block of rows times some steps. With 64 rows a step is a pair of 64-token tiles, with 384 threads:
     warp 0         KV producer: TMA gathers by page id into 4 half tiles of 32 KB and 2 rope tiles of 8 KB   (load.py)
     warps 1-3      query rows of the next block; rows without tokens                                         (load.py)
     warps 4-7      scores and softmax of tile a, O columns 0-255                                             (attend.py)
     warps 8-11     scores and softmax of tile b, O columns 256-511
+With 8 to 32 rows a step is one tile, three pieces of 24 KB in a ring of 7 or 8, and warps 4-7 do all the math with
+tokens or latents as the tall side of each product: attend_few.py.
 `combine` follows in the same launch call. Registers and shared memory: config.py; the overlap: the timeline in
 attend.py.
 """
@@ -15,14 +17,15 @@ attend.py.
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ..combine import PER_SM, READS, THREADS, combine
+from ..combine import READS, THREADS, combine
 from ..common import work_device as work
 from ..common.bundle import bundle
 from .attend import attend
+from .attend_few import attend_few
 from .config import DecodeConfig
 from .layouts import CHUNK, DTYPES, cache_view, query_view, slot_layout, swizzled, tiled_mma
 from .load import fill_empty, load_kv, load_query, prefetch_table
@@ -63,13 +66,11 @@ class Decode:
     ):
         c = self.c
         load, cache = cpasync.CopyBulkTensorTileG2SOp(), cache_view(kv_cache, c.page_rows)
-        halves = (8, CHUNK, c.half // CHUNK, c.page_rows // 8)
-        ropes = (8, CHUNK, 1, c.page_rows // 8)
-        tma_half, m_half = cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, halves), halves)
-        tma_rope, m_rope = cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, ropes), ropes)
         rows, even_rows = query_view(query)
+        boxes = {name: (8, CHUNK, ring.columns // CHUNK, c.page_rows // 8) for name, ring in c.rings.items()}
+        atoms = {name: cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, b), b) for name, b in boxes.items()}
         box = (c.rows, CHUNK, c.head_dim // CHUNK)
-        tma_query, m_query = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
+        atoms["query"] = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
         given = bundle(
             query=query,
             even_rows=even_rows,
@@ -94,30 +95,22 @@ class Decode:
             out_scale=out_scale,
             lse_scale=lse_scale,
         )
-        tma = bundle(half=tma_half, m_half=m_half, rope=tma_rope, m_rope=m_rope, query=tma_query, m_query=m_query)
-        layouts = bundle(
-            query=swizzled(c.dtype, (c.rows, c.head_dim)),
-            half=slot_layout(c, c.dtype, c.half, c.half_slots),
-            rope=slot_layout(c, c.dtype, CHUNK, c.rope_slots),
-        )
-        mmas = bundle(
-            qk=tiled_mma(c.dtype, c.tile),
-            pv=tiled_mma(c.dtype, c.half, "MN"),
-            pv_own=tiled_mma(c.dtype, c.half, "MN", "RMEM"),
-        )
+        tma = bundle(**{prefix + name: atoms[name][i] for name in atoms for i, prefix in enumerate(("", "m_"))})
+        layouts, mmas = bundle(**tile_layouts(c)), bundle(**tiled_mmas(c))
         self.kernel(tma, given, layouts, mmas).launch(
             grid=[num_ctas, 1, 1],
             block=[c.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,  # without it ptxas may ignore setmaxnreg
+            min_blocks_per_mp=c.blocks_per_sm,
+            preferred_smem_carveout=100 if c.few else None,
         )
         combine(c, bundle(**{name: getattr(given, name) for name in READS})).launch(
-            grid=[num_ctas * PER_SM, 1, 1],
+            grid=[num_ctas * c.merge_ctas, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=PER_SM,
-            preferred_smem_carveout=25,
+            min_blocks_per_mp=c.merge_ctas,
+            preferred_smem_carveout=100 if c.few else 25,  # few rows: as decode, beside which it waits
         )
 
     @cute.kernel
@@ -130,8 +123,10 @@ class Decode:
         bars = bundle(**{name: allocator.allocate_array(Int64, count) for name, count in barrier_counts(c).items()})
         s_span = allocator.allocate_tensor(Int32, cute.make_layout((work.SPAN_WORDS,)), byte_alignment=16)
         smem = bundle(
-            ref=allocator.allocate_tensor(Float32, cute.make_layout((c.rows,)), byte_alignment=16),
-            sum=allocator.allocate_tensor(Float32, cute.make_layout((c.rows, 2)), byte_alignment=16),
+            **{
+                name: allocator.allocate_tensor(dtype, layout, byte_alignment=16)
+                for name, (dtype, layout) in row_numbers(c).items()
+            },
             **{
                 name: allocator.allocate_tensor(c.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
                 for name, layout in layouts._asdict().items()
@@ -153,9 +148,8 @@ class Decode:
             if warp_idx == 1:
                 init_barriers(c, bars)
                 cute.arch.mbarrier_init_fence()
-                cpasync.prefetch_descriptor(tma.half)
-                cpasync.prefetch_descriptor(tma.rope)
-                cpasync.prefetch_descriptor(tma.query)
+                for name in (*c.rings, "query"):
+                    cpasync.prefetch_descriptor(getattr(tma, name))
             prefetch_table(c, given.block_tables, given.batch, cta, tid - 32)
             if tid == 128:
                 # No block is cut yet; the same thread says otherwise later. The combine of the launch before is over,
@@ -175,6 +169,10 @@ class Decode:
                     load_query(c, tma, smem, bars, args, span, tid - 32)
             if warp_idx > 0:
                 fill_empty(c, args, cta, tid - 32)
+        elif const_expr(c.few):
+            cute.arch.setmaxregister_increase(c.consumer_regs)
+            if span.line.start < span.line.end:
+                attend_few(c, mmas, smem, bars, args, span, tid - 128)
         elif warp_idx < 8:
             cute.arch.setmaxregister_increase(c.consumer_regs)
             if span.line.start < span.line.end:
@@ -185,25 +183,41 @@ class Decode:
                 attend(c, 1, mmas, smem, bars, args, span, tid - 256)
 
 
-def barrier_counts(c):
-    """Barriers of each kind."""
+def tile_layouts(c):
+    """Shared memory of the query, the KV rings and, where it does not lie over the rope columns, P."""
+    rings = {name: slot_layout(c, c.dtype, ring.columns, ring.slots) for name, ring in c.rings.items()}
+    p = {"p": swizzled(c.dtype, (c.rows, c.tile))} if c.few else {}
+    return {"query": swizzled(c.dtype, (c.rows, c.head_dim)), **rings, **p}
+
+
+def row_numbers(c):
+    """Numbers of a row: the reference and each warpgroup's sum; few rows: tokens seen, each warp's maximum and sum."""
+    row = cute.make_layout((c.rows,))
+    if c.few:
+        warps = cute.make_layout((c.rows, c.math_warps), stride=(c.math_warps, 1))
+        return {"limit": (Int32, row), "top": (Float32, warps), "sum": (Float32, warps)}
+    return {"ref": (Float32, row), "sum": (Float32, cute.make_layout((c.rows, 2)))}
+
+
+def tiled_mmas(c):
+    if c.few:
+        return {"qk": tiled_mma(c.dtype, c.rows), "pv": tiled_mma(c.dtype, c.rows, a_major="MN")}
     return {
-        "query_full": 1,
-        "query_empty": 1,
-        "half_full": c.half_slots,
-        "half_empty": c.half_slots,
-        "rope_full": c.rope_slots,
-        "rope_empty": c.rope_slots,
-        "scored": 2,
-        "p_full": 2,
+        "qk": tiled_mma(c.dtype, c.tile),
+        "pv": tiled_mma(c.dtype, c.half, "MN"),
+        "pv_own": tiled_mma(c.dtype, c.half, "MN", "RMEM"),
     }
 
 
+def barrier_counts(c):
+    """Barriers of each kind."""
+    rings = {f"{name}_{kind}": ring.slots for name, ring in c.rings.items() for kind in ("full", "empty")}
+    return {"query_full": 1, "query_empty": 1, **rings, **({} if c.few else {"scored": 2, "p_full": 2})}
+
+
 def init_barriers(c, bars):
-    """Arrivals a phase: one expect_tx for TMA, else one a warp. A half, a rope tile and P have one reading or writing
-    warpgroup.
-    """
-    arrivals = {"query_full": c.query_warps, "query_empty": 8, "half_full": 1, "rope_full": 1}
+    """Arrivals a phase: one expect_tx for TMA, else one a warp. A slot and P have one reading or writing warpgroup."""
+    arrivals = {"query_full": c.query_warps, "query_empty": c.math_warps, **{f"{name}_full": 1 for name in c.rings}}
     with cute.arch.elect_one():
         for name, count in barrier_counts(c).items():
             for i in range(count):

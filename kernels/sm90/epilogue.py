@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, const_expr
 from ..common import work_device as work
 from ..common.math import row_result, shift_of
 from .config import Barrier
+from .layouts import CHUNK
 
 
 @cute.jit
@@ -31,14 +32,28 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg
 
 
 @cute.jit
-def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, live, row):
-    """O and its row statistics (shift, sum) as they are. The CTA in which the block begins tells combine."""
+def slot_of(args, team, seg, live, row, teller):
+    """The slot of a partial result. The CTA in which the block begins tells combine: its thread `teller` does."""
     slot = 2 * args.cta
     if seg.first == 0:
         slot += 1
-        if (w == 0) & (me.tid == 0):
+        if teller:
             for i, v in enumerate((row, live, seg.parts, team)):
                 args.split_info[4 * args.cta + i] = v
+    return slot
+
+
+@cute.jit
+def trade(low, high, upper, offset: cutlass.Constexpr):
+    """Lanes `offset` apart: the lower takes the `low` of both, the upper the `high`, each in the order of the lanes."""
+    got = cute.arch.shuffle_sync_bfly(low if upper else high, offset=offset)
+    return (got if upper else low), (high if upper else got)
+
+
+@cute.jit
+def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, live, row):
+    """O and its row statistics (shift, sum) as they are."""
+    slot = slot_of(args, team, seg, live, row, (w == 0) & (me.tid == 0))
     lane, odd = me.tid % 4, (me.tid % 2) != 0
     stat = cute.make_rmem_tensor((2,), Float32)
     four = cute.make_rmem_tensor((4,), Float32)
@@ -55,10 +70,7 @@ def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, te
         line = args.part_out.iterator + at.to(cutlass.Int64) * c.latent + column
         for k in cutlass.range_constexpr(0, c.half // 8, 2):
             for v in cutlass.range_constexpr(2):
-                even, other = me.out[(v, r, k), 0, 0], me.out[(v, r, k + 1), 0, 0]
-                got = cute.arch.shuffle_sync_bfly(even if odd else other, offset=1)
-                four[v] = got if odd else even
-                four[2 + v] = other if odd else got
+                four[v], four[2 + v] = trade(me.out[(v, r, k), 0, 0], me.out[(v, r, k + 1), 0, 0], odd, 1)
             if mine < live:
                 cute.autovec_copy(four, cute.make_tensor((line + 8 * k).align(16), cute.make_layout(4)))
 
@@ -85,14 +97,78 @@ def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, liv
             packed = cute.recast_tensor(part, Int32)
             v = [packed[i] for i in range(4)]
             for i in cutlass.range_constexpr(2):  # lanes 1 apart trade groups 2i, 2i+1
-                got = cute.arch.shuffle_sync_bfly(v[2 * i] if odd else v[2 * i + 1], offset=1)
-                v[2 * i], v[2 * i + 1] = (got if odd else v[2 * i]), (v[2 * i + 1] if odd else got)
+                v[2 * i], v[2 * i + 1] = trade(v[2 * i], v[2 * i + 1], odd, 1)
             for i in cutlass.range_constexpr(2):  # lanes 2 apart trade groups i, i+2
-                got = cute.arch.shuffle_sync_bfly(v[i] if high else v[i + 2], offset=2)
-                v[i], v[i + 2] = (got if high else v[i]), (v[i + 2] if high else got)
+                v[i], v[i + 2] = trade(v[i], v[i + 2], high, 2)
             words = cute.make_rmem_tensor((4,), Int32)
             for i in cutlass.range_constexpr(4):
                 words[i] = v[i]
             if mine < live:
                 target = cute.make_tensor((line + 32 * k).align(16), cute.make_layout(8))
                 cute.autovec_copy(cute.recast_tensor(words, args.out.element_type), target)
+
+
+def row_of(me, e):
+    """The row of a thread's e-th accumulator column."""
+    return me.row + e % 2 + e // 2 * 8
+
+
+@cute.jit
+def finish_few(c: cutlass.Constexpr, me, smem, args, team, seg):
+    """finish() for few rows: they are the columns of O^T, and their sums lie in all four warps."""
+    columns, lane = cute.size(me.total), me.tid % 32
+    for e in cutlass.range_constexpr(columns):
+        v = me.total[e]
+        for i in cutlass.range_constexpr(3):
+            v = v + cute.arch.shuffle_sync_bfly(v, offset=4 << i)
+        if lane < 4:
+            smem.sum[row_of(me, e), me.tid // 32] = v
+    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=128)
+    four = cute.make_rmem_tensor((4,), Float32)
+    for e in cutlass.range_constexpr(columns):
+        cute.autovec_copy(smem.sum[row_of(me, e), None], four)
+        me.total[e] = (four[0] + four[1]) + (four[2] + four[3])
+    live = work.live_rows(c, args, seg)
+    row = work.first_row(c, args, seg)
+    if seg.last - seg.first < seg.steps:
+        live = cutlass.min(live, args.slot_rows)
+        slot = slot_of(args, team, seg, live, row, me.tid == 0)
+        stat = cute.make_rmem_tensor((2,), Float32)
+        for e in cutlass.range_constexpr(columns):
+            mine = row_of(me, e)
+            if (me.tid < 4) & (mine < live):
+                stat[0] = -Float32.inf if me.high[e] == -Float32.inf else me.shift[e]
+                stat[1] = me.total[e]
+                cute.autovec_copy(stat, cute.local_tile(args.part_stat, (2,), (slot * args.slot_rows + mine,)))
+        me.total.fill(1.0)
+        store_rows(c, me, args.part_out, slot * args.slot_rows, live)
+    else:
+        for e in cutlass.range_constexpr(columns):
+            mine = row_of(me, e)
+            me.total[e], lse = row_result(me.shift[e], me.total[e], args)
+            if (me.tid < 4) & (mine < live) & (args.lse_scale != 0.0):
+                args.lse[row + mine] = lse
+        store_rows(c, me, args.out, row, live)
+    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=128)  # sums may be overwritten
+
+
+@cute.jit
+def store_rows(c: cutlass.Constexpr, me, target, first, live):
+    """Rows times their factor in me.total to rows of `target` from `first` on. Eight lanes hold eight neighbouring
+    latents of two rows, and again 8 latents on: two trades give each lane four latents of one row, and the warp 16.
+    """
+    upper, right = (me.tid & 4) != 0, (me.tid & 8) != 0
+    latent = (me.tid // 32) * 16 + (me.tid & 8) + (me.tid & 16) // 4
+    four = cute.make_rmem_tensor((4,), target.element_type)
+    for g in cutlass.range_constexpr(c.rows // 8):
+        mine = me.row + (me.tid & 4) // 4 + 8 * g
+        gain = me.total[2 * g + 1] if upper else me.total[2 * g]
+        line = target.iterator + (first + mine).to(cutlass.Int64) * c.latent + latent
+        for n in cutlass.range_constexpr(c.latent // CHUNK):
+            pairs = [trade(me.blocks[n][(0, v, g), 0, 0], me.blocks[n][(1, v, g), 0, 0], upper, 4) for v in range(2)]
+            for i in cutlass.range_constexpr(2):
+                a, b = trade(pairs[0][i], pairs[1][i], right, 8)
+                four[i], four[2 + i] = (a * gain).to(target.element_type), (b * gain).to(target.element_type)
+            if mine < live:
+                at = (line + n * CHUNK).align(4 * target.element_type.width // 8)
+                cute.autovec_copy(four, cute.make_tensor(at, cute.make_layout(4)))

@@ -1,4 +1,4 @@
-"""Shared-memory layouts and tiled MMAs of the Hopper kernels, and the views that TMA and WGMMA take of them.
+"""Shared-memory layouts and tiled MMAs of the Hopper kernels, the views that TMA and WGMMA take of them, and rings.
 
 A KV slot lies in shared memory as [8-token group][64-column chunk][8][64] with the 128-byte swizzle, so that one TMA
 box walks 512 (or 128) contiguous bytes of eight whole rows of the cache before it goes on, and a page of 16 tokens is
@@ -7,7 +7,7 @@ one contiguous piece of the slot. V is the same bytes read column-major.
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int64
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16}
@@ -19,12 +19,12 @@ def swizzled(dtype, shape, order=None):
     return cute.tile_to_shape(atom, shape, order or tuple(range(len(shape))))
 
 
-def tiled_mma(dtype, n, b_major="K", a="SMEM"):
+def tiled_mma(dtype, n, b_major="K", a="SMEM", a_major="K"):
     """64 x n per instruction, fp32 accumulators, one warpgroup."""
     return sm90.make_trivial_tiled_mma(
         dtype,
         dtype,
-        OperandMajorMode.K,
+        getattr(OperandMajorMode, a_major),
         getattr(OperandMajorMode, b_major),
         Float32,
         (1, 1, 1),
@@ -50,6 +50,42 @@ def value_view(c, slots):
     """A slot tensor (tile, half, slots) as V: (half, tile, slots). The stride of the slots must be written out."""
     count = cute.size(slots, mode=[2])
     return cute.composition(slots, cute.make_layout((c.half, c.tile, count), stride=(c.tile, 1, c.tile * c.half)))
+
+
+def value_blocks(c, slots):
+    """A slot tensor (tile, columns, slots) as V^T: (64 latents, tile, chunks, slots)."""
+    columns, count = cute.size(slots, mode=[1]), cute.size(slots, mode=[2])
+    shape, stride = (CHUNK, c.tile, columns // CHUNK, count), (c.tile, 1, c.tile * CHUNK, c.tile * columns)
+    return cute.composition(slots, cute.make_layout(shape, stride=stride))
+
+
+def place(c, piece, slot, phase):
+    """(slot, phase) of a piece of the step whose first piece lies in `slot` of its ring. Where a step fills all slots
+    of a ring, every piece has one of its own, and `slot` means nothing.
+    """
+    if turns_whole(c, piece.ring):
+        return piece.slot, phase
+    return wrap(slot, piece.slot, c.rings[piece.ring].slots, phase)
+
+
+def after_step(c, slot, phase):
+    """(slot, phase) of the next step."""
+    if all(turns_whole(c, ring) for ring in c.rings):
+        return slot, phase ^ 1
+    ((_, ring),) = c.rings.items()
+    return wrap(slot, len(c.pieces), ring.slots, phase)
+
+
+def turns_whole(c, ring):
+    return sum(piece.ring == ring for piece in c.pieces) == c.rings[ring].slots
+
+
+def wrap(slot, step, slots, phase):
+    """The slot that lies `step` <= slots after `slot` in a ring, and its phase."""
+    if step == 0:
+        return slot, phase
+    over = (slot + step >= slots).to(Int32)
+    return slot + step - over * slots, phase ^ over
 
 
 @cute.jit

@@ -8,7 +8,8 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import work_device as work
-from .layouts import CHUNK, SWIZZLE_BYTES, copy_view
+from ..common.bundle import bundle
+from .layouts import CHUNK, SWIZZLE_BYTES, after_step, copy_view, place
 
 LANES = 32
 WORD = 16  # bytes of one asynchronous copy and of one store
@@ -27,48 +28,47 @@ def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
 
 @cute.jit
 def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, span, policy):
-    """The KV warp: for each pair of tiles L_a, R_a, rope_a, R_b, L_b, rope_b, each as soon as its slot is free."""
-    g_half = cute.local_tile(tma.m_half, (8, CHUNK, c.half // CHUNK, c.page_rows // 8), (0, 0, None, None, None))
-    g_rope = cute.local_tile(tma.m_rope, (8, CHUNK, 1, c.page_rows // 8), (0, 0, None, None, None))
-    one = cute.make_layout(1)
-    s_half, t_half = cpasync.tma_partition(
-        tma.half, 0, one, cute.group_modes(copy_view(c, smem.half, c.half), 0, 4), cute.group_modes(g_half, 0, 4)
+    """The KV warp: the pieces of each step in their order, each as soon as its slot is free."""
+    copies = bundle(**{name: ring_copy(c, name, ring, tma, smem) for name, ring in c.rings.items()})
+    work.walk(c, args, span, partial(load_segment, c, copies, bars, args, policy), (Int32(0), Int32(1)))
+
+
+def ring_copy(c, name, ring, tma, smem):
+    """(TMA atom, boxes of the cache, boxes of the ring's slots)"""
+    atom = getattr(tma, name)
+    box = (8, CHUNK, ring.columns // CHUNK, c.page_rows // 8)
+    source = cute.local_tile(getattr(tma, "m_" + name), box, (0, 0, None, None, None))
+    target = copy_view(c, getattr(smem, name), ring.columns)
+    to, frm = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 4), cute.group_modes(source, 0, 4)
     )
-    s_rope, t_rope = cpasync.tma_partition(
-        tma.rope, 0, one, cute.group_modes(copy_view(c, smem.rope, CHUNK), 0, 4), cute.group_modes(g_rope, 0, 4)
-    )
-    half, rope = (tma.half, t_half, s_half), (tma.rope, t_rope, s_rope)
-    work.walk(c, args, span, partial(load_segment, c, half, rope, bars, args, policy), Int32(1))
+    return atom, frm, to
 
 
 @cute.jit
-def load_segment(c: cutlass.Constexpr, half, rope, bars, args, policy, seg, phase):
+def load_segment(c: cutlass.Constexpr, copies, bars, args, policy, seg, state):
     """A copy takes page_rows tokens: copy i of the request is the (i & mask)-th of the page in table column i >> shift.
     Lane l of the warp holds the page id of the l-th of the next 32 copies, fetched one round ahead.
     """
-    per_tile, per_pair = c.tile // c.page_rows, c.tile_tokens // c.page_rows
+    slot, phase = state
+    per_tile, per_step = c.tile // c.page_rows, c.tile_tokens // c.page_rows
     lane = cute.arch.lane_idx()
     live = (seg.kv_len + c.page_rows - 1) // c.page_rows  # copies that hold a token; the others are left out
     end = work.last_step(c, args, seg)
-    ids = page_ids(args, seg.request, seg.first * per_pair + lane, live)
+    ids = page_ids(args, seg.request, seg.first * per_step + lane, live)
     step = seg.first
     while step < end:
-        base = step * per_pair
+        base = step * per_step
         later = page_ids(args, seg.request, base + LANES + lane, live)
-        for i in cutlass.range(cutlass.min(end - step, LANES // per_pair), unroll=1):
-            for t in cutlass.range_constexpr(2):
-                at = i * per_pair + t * per_tile
+        for i in cutlass.range(cutlass.min(end - step, LANES // per_step), unroll=1):
+            for piece in c.pieces:
+                at = i * per_step + piece.tile * per_tile
                 count = cutlass.min(cutlass.max(live - base - at, 0), per_tile)
-                for j in cutlass.range_constexpr(2):  # a: left, right; b: right, left
-                    slot, column = 2 * t + j, t ^ j
-                    full, empty = bars.half_full + slot, bars.half_empty + slot
-                    gather(c, half, column, slot, full, empty, phase, count, c.half, ids, base, at, args, policy)
-                full, empty = bars.rope_full + t, bars.rope_empty + t
-                gather(c, rope, c.latent // CHUNK, t, full, empty, phase, count, CHUNK, ids, base, at, args, policy)
-            phase ^= 1
+                gather(c, piece, copies, bars, *place(c, piece, slot, phase), count, ids, base, at, args, policy)
+            slot, phase = after_step(c, slot, phase)
         ids = later
-        step += LANES // per_pair
-    return phase
+        step += LANES // per_step
+    return slot, phase
 
 
 @cute.jit
@@ -79,38 +79,26 @@ def page_ids(args, request, copy, live):
 
 @cute.jit
 def gather(
-    c: cutlass.Constexpr,
-    copy,
-    column: cutlass.Constexpr,
-    slot: cutlass.Constexpr,
-    full,
-    empty,
-    phase,
-    count,
-    width: cutlass.Constexpr,
-    ids,
-    base,
-    at,
-    args,
-    policy,
+    c: cutlass.Constexpr, piece: cutlass.Constexpr, copies, bars, slot, phase, count, ids, base, at, args, policy
 ):
     """Fill a slot with the `count` live copies of a tile; what the rest of the slot holds meets no output."""
-    atom, source, target = copy
-    cute.arch.mbarrier_wait(empty, phase)
+    atom, source, target = getattr(copies, piece.ring)
+    full = getattr(bars, piece.ring + "_full") + slot
+    cute.arch.mbarrier_wait(getattr(bars, piece.ring + "_empty") + slot, phase)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (c.page_rows * width * 2))
+        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (c.page_rows * c.rings[piece.ring].columns * 2))
     for n in cutlass.range_constexpr(c.tile // c.page_rows):
         page = cute.arch.shuffle_sync(ids, at + n)
         if n < count:
             group = (base + at + n) & args.page_mask
             cute.copy(
-                atom, source[None, column, group, page], target[None, n, slot], tma_bar_ptr=full, cache_policy=policy
+                atom, source[None, piece.box, group, page], target[None, n, slot], tma_bar_ptr=full, cache_policy=policy
             )
 
 
 @cute.jit
 def load_query(c: cutlass.Constexpr, tma, smem, bars, args, span, tid):
-    """The query warps: the 64 rows of each block, in one TMA copy where (token, head) rows lie evenly apart."""
+    """The query warps: the rows of each block, in one TMA copy where (token, head) rows lie evenly apart."""
     body = partial(query_segment, c, tma, smem, bars, args, tid)
     work.walk(c, args, span, body, Int32(1))
 

@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 
 import pytest
+from mla_cute.kernels.sm90.config import SMEM_LIMIT, DecodeConfig, rows_for
 
 from mla_cute import dispatch
 from mla_cute.errors import UnsupportedProblem
@@ -51,6 +52,24 @@ def test_every_kernel_is_well_named_and_has_its_files() -> None:
                 assert config.arch == arch
                 assert eval(repr(config), vars(module)) == config, "cache and bundles take the repr for the config"
                 assert importlib.util.find_spec(module.KERNEL.split(":")[0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "rows"), [(1, 1, 8), (8, 1, 8), (3, 3, 16), (16, 1, 16), (24, 1, 24), (8, 4, 32), (33, 1, 64)]
+)
+def test_the_smallest_hopper_kernel_that_holds_a_request(heads: int, tokens: int, rows: int) -> None:
+    problem = dataclasses.replace(PROBLEM, num_heads=heads, max_seq_len_q=tokens)
+    assert rows_for(problem) == rows
+    config = DecodeConfig("bf16", "bf16", 64, rows)
+    assert config.smem_bytes + 2048 <= SMEM_LIMIT
+    math_threads = 32 * config.math_warps
+    registers = (config.threads - math_threads) * config.producer_regs + math_threads * config.consumer_regs
+    assert registers * config.blocks_per_sm <= 65_536
+
+
+def test_hopper_rows_are_a_wgmma_side() -> None:
+    with pytest.raises(ValueError, match="rows must be"):
+        DecodeConfig("bf16", "bf16", 64, 40)
 
 
 def test_a_refusal_names_every_kernel_and_reason() -> None:

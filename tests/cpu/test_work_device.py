@@ -18,7 +18,7 @@ Found = list[tuple[int, ...]]
 
 def cases() -> list[dict[str, Any]]:
     rng = random.Random(1)
-    made = []
+    made: list[dict[str, Any]] = []
     for _ in range(CASES):
         batch, ctas = rng.randint(1, 40), rng.choice([1, 2, 7, 132])
         equal = rng.randint(1, 9000)
@@ -27,13 +27,16 @@ def cases() -> list[dict[str, Any]]:
         q_len = rng.choice([1, 2, 5])
         q_lens = [rng.choice([0, 1, 1, rng.randint(1, 40)]) for _ in range(batch)] if packed else [q_len] * batch
         heads = rng.choice([1, 16, 20, 128])
+        rows, tile_tokens = ((64, 128), (16, 64))[len(made) % 4 == 0]
         made.append(
             {
                 "kv_lens": [equal] * batch if rng.random() < 0.3 else ragged,
                 "q_lens": q_lens,
                 "heads": heads,
                 "ctas": ctas,
-                "team": best_team(-(-max(*q_lens, 1) * heads // 64), ctas),
+                "team": best_team(-(-max(*q_lens, 1) * heads // rows), ctas),
+                "rows": rows,
+                "tile_tokens": tile_tokens,
                 "packed": packed,
             }
         )
@@ -52,7 +55,8 @@ def results() -> list[Found]:
 @pytest.mark.parametrize("index", range(CASES))
 def test_device_partition_equals_its_twin(results: list[Found], index: int) -> None:
     case = cases()[index]
-    segments, splits = partition(case["kv_lens"], case["q_lens"], case["heads"], case["ctas"], team=case["team"])
+    sizes = {name: case[name] for name in ("team", "rows", "tile_tokens")}
+    segments, splits = partition(case["kv_lens"], case["q_lens"], case["heads"], case["ctas"], **sizes)
     found = results[index]
     assert [row[:6] for row in found] == [(cta, *piece) for cta, mine in enumerate(segments) for piece in mine]
     for cta, *_, first, last, steps, parts in found:

@@ -23,6 +23,9 @@ def record(found: Any, cta: Any, seg: Any, count: Any) -> Any:
 
 
 class Probe:
+    def __init__(self, rows: int, tile_tokens: int):
+        self.c = bundle(rows=rows, tile_tokens=tile_tokens, block_cost=2, split_cost=5)
+
     @cute.jit
     def __call__(
         self,
@@ -36,7 +39,7 @@ class Probe:
         team: Int32,
         seq_len_q: Int32,
     ) -> None:
-        c = bundle(rows=64, tile_tokens=128, block_cost=2, split_cost=5)
+        c = self.c
         args = bundle(
             seq_lens=seq_lens,
             qo_indptr=qo_indptr,
@@ -72,7 +75,7 @@ def given(tensor: torch.Tensor) -> Any:
 
 def main() -> None:
     results: list[list[list[int]]] = []
-    compiled = None
+    compiled: dict[tuple[int, int], Any] = {}
     for case in json.load(sys.stdin):
         q_lens = case["q_lens"]
         offsets = [sum(q_lens[:b]) for b in range(len(q_lens) + 1)]
@@ -80,9 +83,10 @@ def main() -> None:
         lengths = (torch.tensor(values, dtype=torch.int32) for values in (case["kv_lens"], offsets))
         tensors = [given(tensor) for tensor in (*lengths, found, count)]
         sizes = [len(q_lens), case["heads"], case["ctas"], case["team"], 0 if case["packed"] else q_lens[0]]
-        if compiled is None:
-            compiled = cute.compile(Probe(), *tensors, *(Int32(size) for size in sizes))
-        compiled(*tensors, *sizes)
+        tiling = case["rows"], case["tile_tokens"]
+        if tiling not in compiled:
+            compiled[tiling] = cute.compile(Probe(*tiling), *tensors, *(Int32(size) for size in sizes))
+        compiled[tiling](*tensors, *sizes)
         results.append(found[: int(count)].tolist())
     print(json.dumps(results))
 
