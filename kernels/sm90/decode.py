@@ -157,9 +157,10 @@ class Decode:
                 given.split_info[4 * cta + 2] = Int32(0)
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
-        span = work.read_span(s_span)
+        # Each role reads the span behind its setmaxnreg: before it, registers are too few to hold it beside the rest.
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.producer_regs)
+            span = work.read_span(s_span)
             if span.line.start < span.line.end:
                 if warp_idx == 0:
                     few = span.line.steps < c.evict_first_steps
@@ -169,18 +170,16 @@ class Decode:
                     load_query(c, tma, smem, bars, args, span, tid - 32)
             if warp_idx > 0:
                 fill_empty(c, args, cta, tid - 32)
-        elif const_expr(c.few):
-            cute.arch.setmaxregister_increase(c.consumer_regs)
-            if span.line.start < span.line.end:
-                attend_few(c, mmas, smem, bars, args, span, tid - 128)
-        elif warp_idx < 8:
-            cute.arch.setmaxregister_increase(c.consumer_regs)
-            if span.line.start < span.line.end:
-                attend(c, 0, mmas, smem, bars, args, span, tid - 128)
         else:
             cute.arch.setmaxregister_increase(c.consumer_regs)
+            span = work.read_span(s_span)
             if span.line.start < span.line.end:
-                attend(c, 1, mmas, smem, bars, args, span, tid - 256)
+                if const_expr(c.few):
+                    attend_few(c, mmas, smem, bars, args, span, tid - 128)
+                elif warp_idx < 8:
+                    attend(c, 0, mmas, smem, bars, args, span, tid - 128)
+                else:
+                    attend(c, 1, mmas, smem, bars, args, span, tid - 256)
 
 
 def tile_layouts(c):
