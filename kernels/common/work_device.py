@@ -324,6 +324,11 @@ def seen_by(c, args, seg, row):
     return seg.kv_len - hidden + args.causal * ((seg.block * c.rows + row) // args.heads)
 
 
+def is_whole(c, args, seg, end):
+    """Whether the segment is an uncut block of c.rows rows that sees a token; end: last_step()."""
+    return (seg.last - seg.first == seg.steps) & (live_rows(c, args, seg) == c.rows) & (seg.first < end)
+
+
 def last_step(c, args, seg):
     """End of the steps that a row of the block sees: those past it are not loaded."""
     seen = seen_by(c, args, seg, live_rows(c, args, seg) - 1)

@@ -25,7 +25,7 @@ from ..common.bundle import bundle
 from ..common.math import shift_of
 from .config import Barrier
 from .epilogue import finish
-from .layouts import CHUNK, value_view
+from .layouts import CHUNK, output_view, value_view
 
 K = 16  # depth of one 16-bit WGMMA
 PER_CHUNK = CHUNK // K
@@ -81,6 +81,7 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, s
         own_p_acc=cute.make_tensor(own_p.iterator, scores.layout),  # the same registers in accumulator order
         store=store,
         store_p=store.partition_D(smem.rope),
+        store_out=store.partition_D(output_view(c, smem.half, c.output_slots[w], c.dtype)),
         ref=cute.make_rmem_tensor((2,), Float32),
         total=cute.make_rmem_tensor((2,), Float32),
         alpha=cute.make_rmem_tensor((2,), Float32),
@@ -95,25 +96,20 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, s
 @cute.jit
 def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, team, seg, state):
     phase, query_phase = state
-    masked = work.seen_by(c, args, seg, 0)  # tokens that every row sees: tiles beyond are masked
-    for r in cutlass.range_constexpr(2):
-        me.limit[r] = work.seen_by(c, args, seg, me.row + 8 * r)
-    me.out.fill(0.0)
-    me.total.fill(0.0)
-    me.ref.fill(-Float32.inf)
-    me.alpha.fill(1.0)
-    if const_expr(w == 0):
-        if me.tid < c.rows:
-            smem.ref[me.tid] = -Float32.inf
-        cute.arch.barrier(barrier_id=Barrier.WARPGROUP, number_of_threads=128)
+    end, masked = work.last_step(c, args, seg), Int32(0)
+    whole = work.is_whole(c, args, seg, end)
+    if const_expr(w == 1):
+        masked = reset(c, w, me, smem, args, seg)
     cute.arch.mbarrier_wait(bars.query_full, query_phase)
-    end = work.last_step(c, args, seg)
     if seg.first >= end:
         arrive(bars.query_empty)
+        if const_expr(w == 0):
+            masked = reset(c, w, me, smem, args, seg)
     elif const_expr(w == 0):
-        issue_scores(c, w, me, mmas, bars, phase, 0, 2)
-        issue_scores(c, w, me, mmas, bars, phase, 2, 9)
+        issue_scores(c, w, me, mmas, bars, phase, 0, 9)
         warpgroup.commit_group()
+        warpgroup.wait_group(1)  # waits for nothing: tells ptxas that O is not in flight
+        masked = reset(c, w, me, smem, args, seg)
         warpgroup.wait_group(0)
         arrive(bars.scored)
         for step in cutlass.range(seg.first, end - 1, unroll=1):
@@ -130,14 +126,34 @@ def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, b
         arrive(bars.query_empty)
         left_half(c, w, me, mmas, smem, bars, args, seg, masked, end - 1, phase)
         warpgroup.wait_group(0)
-        arrive(bars.half_empty + 3, bars.rope_empty + 1)
+        arrive(bars.rope_empty + 1)
+        if not whole:
+            arrive(bars.half_empty + 3)
         phase ^= 1
     else:
         for step in cutlass.range(seg.first, end, unroll=1):
-            right_half(c, w, me, mmas, smem, bars, args, seg, masked, step, phase, step == end - 1)
+            right_half(c, w, me, mmas, smem, bars, args, seg, masked, step, phase, step == end - 1, whole)
             phase ^= 1
-    finish(c, w, me, smem, args, team, seg)
+    finish(c, w, me, smem, args, team, seg, whole, query_phase)
+    if whole:  # O lies in the slot: the KV warp stores it before it fills the slot
+        arrive(bars.half_empty + c.output_slots[w])
     return phase, query_phase ^ 1
+
+
+@cute.jit
+def reset(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg):
+    """Begin a block. Returns the number of tokens that every row sees: tiles beyond are masked."""
+    for r in cutlass.range_constexpr(2):
+        me.limit[r] = work.seen_by(c, args, seg, me.row + 8 * r)
+    me.out.fill(0.0)
+    me.total.fill(0.0)
+    me.ref.fill(-Float32.inf)
+    me.alpha.fill(1.0)
+    if const_expr(w == 0):
+        if me.tid < c.rows:
+            smem.ref[me.tid] = -Float32.inf
+        cute.arch.barrier(barrier_id=Barrier.WARPGROUP, number_of_threads=128)
+    return work.seen_by(c, args, seg, 0)
 
 
 @cute.jit
@@ -162,7 +178,7 @@ def left_half(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, 
 
 @cute.jit
 def right_half(
-    c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, seg, masked, step, phase, is_last
+    c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, seg, masked, step, phase, is_last, whole
 ):
     """Scores of tile b, O_R += P_a V_a behind them, softmax of b, O_R += P_b V_b."""
     issue_scores(c, w, me, mmas, bars, phase, 0, 9)
@@ -189,7 +205,8 @@ def right_half(
     issue(mmas.pv_own, me.out, me.own_p, me.value[None, None, None, 2])
     warpgroup.commit_group()
     warpgroup.wait_group(0)
-    arrive(bars.half_empty + 2)
+    if not (is_last & whole):
+        arrive(bars.half_empty + 2)
 
 
 @cute.jit

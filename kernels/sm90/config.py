@@ -133,6 +133,16 @@ class DecodeConfig:
         return tuple(piece for tile in tiles for piece in tile)
 
     @property
+    def output_slots(self) -> tuple[int, int]:
+        """Half slots in which the left and the right half of a finished O wait for TMA: those that they free last."""
+        return 3, 2
+
+    @property
+    def staging(self) -> Piece | None:
+        """The first piece that may lie where O waits."""
+        return None if self.few else self.pieces[3]
+
+    @property
     def evict_first_steps(self) -> int:
         """Below this much work (226 MB of KV) the cache is read with evict_first. H200: 38 MB 31.0 -> 29.6 us, 76 MB
         42.4 -> 39.8 us, 151 MB 61.3 -> 59.4 us, but 1.2 GB 297 -> 315 us.

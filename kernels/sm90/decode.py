@@ -71,6 +71,13 @@ class Decode:
         atoms = {name: cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, b), b) for name, b in boxes.items()}
         box = (c.rows, CHUNK, c.head_dim // CHUNK)
         atoms["query"] = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
+        if const_expr(not c.few):
+            box, columns = (c.rows, CHUNK, c.half // CHUNK), c.latent // CHUNK
+            out_rows = cute.make_tensor(
+                out.iterator, cute.make_layout((cute.size(out) // c.latent, CHUNK, columns), stride=(c.latent, 1, CHUNK))
+            )
+            store = cpasync.CopyBulkTensorTileS2GOp()
+            atoms["out"] = cpasync.make_tiled_tma_atom(store, out_rows, swizzled(out.element_type, box), box)
         given = bundle(
             query=query,
             even_rows=even_rows,
@@ -195,7 +202,7 @@ def row_numbers(c):
     if c.few:
         warps = cute.make_layout((c.rows, c.math_warps), stride=(c.math_warps, 1))
         return {"limit": (Int32, row), "top": (Float32, warps), "sum": (Float32, warps)}
-    return {"ref": (Float32, row), "sum": (Float32, cute.make_layout((c.rows, 2)))}
+    return {"ref": (Float32, row), "sum": (Float32, cute.make_layout((c.rows, 2, 2)))}
 
 
 def tiled_mmas(c):

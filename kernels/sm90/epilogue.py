@@ -11,24 +11,33 @@ from .layouts import CHUNK
 
 
 @cute.jit
-def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg):
-    """Both warpgroups call it with their columns of O; it ends with a barrier of the two."""
+def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, whole, turn):
+    """Both warpgroups call it with their columns of O. turn: 0 or 1 by turns, so that the next sums find another place."""
     for r in cutlass.range_constexpr(2):
         v = me.total[r]
         v = v + cute.arch.shuffle_sync_bfly(v, offset=1)
         v = v + cute.arch.shuffle_sync_bfly(v, offset=2)
         me.total[r] = v
         if me.tid % 4 == 0:
-            smem.sum[me.row + 8 * r, w] = v
+            smem.sum[me.row + 8 * r, w, turn] = v
     cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=256)
-    live = work.live_rows(c, args, seg)
-    row = work.first_row(c, args, seg)
+    for r in cutlass.range_constexpr(2):
+        me.total[r] = me.total[r] + smem.sum[me.row + 8 * r, 1 - w, turn]
+    live, row = work.live_rows(c, args, seg), work.first_row(c, args, seg)
     if seg.last - seg.first < seg.steps:
         live = cutlass.min(live, args.slot_rows)  # a longer request than was planned must not leave its slot
-        store_partial(c, w, me, smem, args, team, seg, live, row)
+        store_partial(c, w, me, args, team, seg, live, row)
     else:
-        store_output(c, w, me, smem, args, live, row)
-    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=256)  # sums may be overwritten
+        for r in cutlass.range_constexpr(2):
+            mine = me.row + 8 * r
+            me.alpha[r], lse = row_result(shift_of(c, me.ref[r], args.scale_log2), me.total[r], args)
+            if const_expr(w == 0):
+                if (me.tid % 4 == 0) & (mine < live) & (args.lse_scale != 0.0):
+                    args.lse[row + mine] = lse
+        if whole:
+            stage_output(c, me, args)
+        else:
+            store_output(c, w, me, args, live, row)
 
 
 @cute.jit
@@ -51,7 +60,7 @@ def trade(low, high, upper, offset: cutlass.Constexpr):
 
 
 @cute.jit
-def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, live, row):
+def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, team, seg, live, row):
     """O and its row statistics (shift, sum) as they are."""
     slot = slot_of(args, team, seg, live, row, (w == 0) & (me.tid == 0))
     lane, odd = me.tid % 4, (me.tid % 2) != 0
@@ -63,7 +72,7 @@ def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, te
         if const_expr(w == 0):
             if (lane == 0) & (mine < live):
                 stat[0] = shift_of(c, me.ref[r], args.scale_log2)
-                stat[1] = me.total[r] + smem.sum[mine, 1]
+                stat[1] = me.total[r]
                 cute.autovec_copy(stat, cute.local_tile(args.part_stat, (2,), (at,)))
         # an even lane takes 4 columns of group k, its neighbour the same 4 of group k + 1: one 16-byte store
         column = w * c.half + (lane // 2) * 4 + (lane % 2) * 8
@@ -76,24 +85,34 @@ def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, te
 
 
 @cute.jit
-def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, live, row):
-    """Lane l of a quad holds columns 2l, 2l+1 of every group of 8. A 4 x 4 transpose in the quad gives each lane 8
-    columns in a row of every fourth group: one 16-byte store.
+def stage_output(c: cutlass.Constexpr, me, args):
+    """O times the rows' factors (alpha) to the shared memory from which the KV warp stores it."""
+    dtype = args.out.element_type
+    for k in cutlass.range_constexpr(c.half // CHUNK):
+        part = cute.make_rmem_tensor(me.scores.layout, dtype)
+        for e in cutlass.range_constexpr(cute.size(part)):
+            part[e] = (me.out[k * cute.size(part) + e] * me.alpha[(e // 2) % 2]).to(dtype)
+        words = cute.recast_tensor(part, c.dtype)
+        cute.copy(me.store, me.store.retile(words), me.store_out[None, None, None, k])
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, live, row):
+    """O times the rows' factors (alpha). Lane l of a quad holds columns 2l, 2l+1 of every group of 8. A 4 x 4 transpose
+    in the quad gives each lane 8 columns in a row of every fourth group: one 16-byte store.
     """
     lane, odd, high = me.tid % 4, (me.tid % 2) != 0, (me.tid % 4) >= 2
     groups = cute.make_tensor(me.out.iterator, cute.make_layout((2, 2, 4, c.half // 32), stride=(1, 2, 4, 16)))
     for r in cutlass.range_constexpr(2):
         mine = me.row + 8 * r
-        gain, lse = row_result(shift_of(c, me.ref[r], args.scale_log2), me.total[r] + smem.sum[mine, 1 - w], args)
-        if const_expr(w == 0):
-            if (lane == 0) & (mine < live) & (args.lse_scale != 0.0):
-                args.lse[row + mine] = lse
         line = args.out.iterator + (row + mine).to(cutlass.Int64) * c.latent + (w * c.half + lane * 8)
         for k in cutlass.range_constexpr(c.half // 32):
             part = cute.make_rmem_tensor((2, 4), args.out.element_type)
             for i in cutlass.range_constexpr(4):
                 for j in cutlass.range_constexpr(2):
-                    part[j, i] = (groups[j, r, i, k] * gain).to(args.out.element_type)
+                    part[j, i] = (groups[j, r, i, k] * me.alpha[r]).to(args.out.element_type)
             packed = cute.recast_tensor(part, Int32)
             v = [packed[i] for i in range(4)]
             for i in cutlass.range_constexpr(2):  # lanes 1 apart trade groups 2i, 2i+1

@@ -52,6 +52,13 @@ def value_view(c, slots):
     return cute.composition(slots, cute.make_layout((c.half, c.tile, count), stride=(c.tile, 1, c.tile * c.half)))
 
 
+def output_view(c, slots, slot, dtype):
+    """A half slot as 64 rows of half of O: (rows, 64, chunks), as TMA stores them."""
+    layout = swizzled(dtype, (c.rows, CHUNK, c.half // CHUNK))
+    pointer = cute.recast_ptr(slots.iterator + slot * (c.tile * c.half), layout.inner, dtype)
+    return cute.make_tensor(pointer, layout.outer)
+
+
 def value_blocks(c, slots):
     """A slot tensor (tile, columns, slots) as V^T: (64 latents, tile, chunks, slots)."""
     columns, count = cute.size(slots, mode=[1]), cute.size(slots, mode=[2])

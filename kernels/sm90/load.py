@@ -4,12 +4,12 @@ from functools import partial
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..common import work_device as work
 from ..common.bundle import bundle
-from .layouts import CHUNK, SWIZZLE_BYTES, after_step, copy_view, place
+from .layouts import CHUNK, SWIZZLE_BYTES, after_step, copy_view, output_view, place
 
 LANES = 32
 WORD = 16  # bytes of one asynchronous copy and of one store
@@ -30,7 +30,11 @@ def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
 def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, span, policy):
     """The KV warp: the pieces of each step in their order, each as soon as its slot is free."""
     copies = bundle(**{name: ring_copy(c, name, ring, tma, smem) for name, ring in c.rings.items()})
-    work.walk(c, args, span, partial(load_segment, c, copies, bars, args, policy), (Int32(0), Int32(1)))
+    body = partial(load_segment, c, copies, tma, smem, bars, args, policy)
+    _, phase, owed = work.walk(c, args, span, body, (Int32(0), Int32(1), Int32(-1)))
+    if const_expr(not c.few):
+        if owed >= 0:
+            store_output(c, tma, smem, bars, args, phase, owed)
 
 
 def ring_copy(c, name, ring, tma, smem):
@@ -46,11 +50,12 @@ def ring_copy(c, name, ring, tma, smem):
 
 
 @cute.jit
-def load_segment(c: cutlass.Constexpr, copies, bars, args, policy, seg, state):
+def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, policy, seg, state):
     """A copy takes page_rows tokens: copy i of the request is the (i & mask)-th of the page in table column i >> shift.
-    Lane l of the warp holds the page id of the l-th of the next 32 copies, fetched one round ahead.
+    Lane l of the warp holds the page id of the l-th of the next 32 copies, fetched one round ahead. owed: the first row
+    of a block whose output the math warps leave in the slots of tile b, or -1; it is stored before they are filled.
     """
-    slot, phase = state
+    slot, phase, owed = state
     per_tile, per_step = c.tile // c.page_rows, c.tile_tokens // c.page_rows
     lane = cute.arch.lane_idx()
     live = (seg.kv_len + c.page_rows - 1) // c.page_rows  # copies that hold a token; the others are left out
@@ -62,13 +67,20 @@ def load_segment(c: cutlass.Constexpr, copies, bars, args, policy, seg, state):
         later = page_ids(args, seg.request, base + LANES + lane, live)
         for i in cutlass.range(cutlass.min(end - step, LANES // per_step), unroll=1):
             for piece in c.pieces:
+                if const_expr(piece == c.staging):
+                    if owed >= 0:
+                        store_output(c, tma, smem, bars, args, phase, owed)
+                        owed = Int32(-1)
                 at = i * per_step + piece.tile * per_tile
                 count = cutlass.min(cutlass.max(live - base - at, 0), per_tile)
                 gather(c, piece, copies, bars, *place(c, piece, slot, phase), count, ids, base, at, args, policy)
             slot, phase = after_step(c, slot, phase)
         ids = later
         step += LANES // per_step
-    return slot, phase
+    if const_expr(not c.few):
+        if work.is_whole(c, args, seg, end):
+            owed = work.first_row(c, args, seg)
+    return slot, phase, owed
 
 
 @cute.jit
@@ -97,6 +109,23 @@ def gather(
 
 
 @cute.jit
+def store_output(c: cutlass.Constexpr, tma, smem, bars, args, phase, row):
+    """Both halves of O from the slots of tile b to the output; afterwards the slots may be filled."""
+    box = (c.rows, CHUNK, c.half // CHUNK)
+    target = cute.local_tile(cute.domain_offset((row, 0, 0), tma.m_out), box, (0, 0, None))
+    for w in cutlass.range_constexpr(2):
+        slot = c.output_slots[w]
+        source = output_view(c, smem.half, slot, args.out.element_type)
+        frm, to = cpasync.tma_partition(
+            tma.out, 0, cute.make_layout(1), cute.group_modes(source, 0, 3), cute.group_modes(target, 0, 3)
+        )
+        cute.arch.mbarrier_wait(bars.half_empty + slot, phase)
+        cute.copy(tma.out, frm[None], to[None, w])
+    cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.jit
 def load_query(c: cutlass.Constexpr, tma, smem, bars, args, span, tid):
     """The query warps: the rows of each block, in one TMA copy where (token, head) rows lie evenly apart."""
     body = partial(query_segment, c, tma, smem, bars, args, tid)
@@ -108,7 +137,6 @@ def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
     warp_idx = cute.arch.make_warp_uniform(tid // LANES)
     packed = args.seq_len_q == 0
     batch = Int32(0) if packed else seg.request
-    cute.arch.mbarrier_wait(bars.query_empty, phase)
     if args.even_rows & (warp_idx == 0):
         # rows past the request's last are zeros or another's: no output has a part in them
         first = seg.q_first * args.heads + seg.block * c.rows
@@ -118,10 +146,13 @@ def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
         to, frm = cpasync.tma_partition(
             tma.query, 0, cute.make_layout(1), cute.group_modes(target, 0, 3), cute.group_modes(source, 0, 3)
         )
+        cute.prefetch(tma.query, frm[None, batch])  # to L2, while the block before needs the shared memory
+        cute.arch.mbarrier_wait(bars.query_empty, phase)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bars.query_full, c.rows * c.head_dim * 2)
         cute.copy(tma.query, frm[None, batch], to[None], tma_bar_ptr=bars.query_full)
     else:
+        cute.arch.mbarrier_wait(bars.query_empty, phase)
         if not args.even_rows:
             copy_rows(c, smem, args, seg, batch, warp_idx, tid % LANES)
         with cute.arch.elect_one():
