@@ -19,7 +19,11 @@ from .common.math import row_result
 from .common.work import MAX_CTAS
 
 THREADS, WARPS, LANES = 256, 8, 32
-FEW, CHUNKS, FLIGHT = 8, 2, 3  # up to so many parts a warp takes so many chunks, this many parts beside the first at once
+FEW, CHUNKS, FLIGHT = (
+    8,
+    2,
+    3,
+)  # up to so many parts a warp takes so many chunks, this many parts beside the first at once
 COLUMNS = 128  # of a chunk: 4 a lane
 # what combine takes of decode's arguments
 READS = ("out", "lse", "part_out", "part_stat", "split_info", "slot_rows", "num_ctas", "out_scale", "lse_scale")
@@ -45,8 +49,12 @@ def combine(c: cutlass.Constexpr, args):
     s_stat = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_acc = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=16)
     chunks = c.latent // COLUMNS  # of a row
-    cute.arch.griddepcontrol_wait()
-    few, many = list_splits(args, s_mask, s_split, tid, warp_idx, lane)
+    cut = cute.arch.load(args.split_info.iterator + 4 * args.num_ctas, Int32, sem="acquire", scope="gpu")
+    if (cut != 0) | (cta == 0):  # without a cut, one CTA waits: this kernel must not end before decode
+        cute.arch.griddepcontrol_wait()
+    few, many = Int32(0), Int32(0)
+    if cut != 0:
+        few, many = list_splits(args, s_mask, s_split, tid, warp_idx, lane)
     pieces = chunks // CHUNKS
     for item in cutlass.range(cta * WARPS + warp_idx, few * args.slot_rows * pieces, ctas * WARPS, unroll=1):
         split, row, piece = find_item(args, s_split, Int32(0), item, pieces)

@@ -62,7 +62,7 @@ class Plan:
         """part_out (fp32), part_stat (fp32), split_info (int32), in this order."""
         part_rows = 2 * self.num_ctas * self.slot_rows
         offset, sections = 0, []
-        for elements in (part_rows * KV_LORA_RANK, part_rows * 2, self.num_ctas * 4):
+        for elements in (part_rows * KV_LORA_RANK, part_rows * 2, self.num_ctas * 4 + 1):
             sections.append(Section(offset, 4 * elements))
             offset += -(-4 * elements // ALIGNMENT) * ALIGNMENT
         return sections[0], sections[1], sections[2]

@@ -63,9 +63,6 @@ class Span(NamedTuple):
     lengths: Request
 
 
-SPAN_WORDS = len(Line._fields) + 2 + len(Request._fields)
-
-
 class Segment(NamedTuple):
     request: Int32
     kv_len: Int32
@@ -76,6 +73,9 @@ class Segment(NamedTuple):
     last: Int32
     steps: Int32
     parts: Int32  # CTAs that share the block, if it begins and is cut in this one
+    end: Int32  # rows of the block see tokens of the steps [first, end) only; end may be below first
+    team: Int32
+    light: Int32  # 1: the batch is little work
 
 
 @cute.jit
@@ -235,10 +235,8 @@ def scan(c: cutlass.Constexpr, args, low: Int32, high: Int32, team: Int32):
 
 
 @cute.jit
-def find_span(c: cutlass.Constexpr, args, s_span: cute.Tensor, cta: Int32):
-    """One warp finds the CTA's span and leaves it in shared memory for all. The others wait: scanned by all of them,
-    the same instructions took three times as long. `request`, `before` and `lengths` mean nothing in an empty span.
-    """
+def find_span(c: cutlass.Constexpr, args, cta: Int32) -> Span:
+    """One warp finds the CTA's span. `request`, `before` and `lengths` mean nothing where it is empty."""
     lane = cute.arch.lane_idx()
     chunk = (args.batch + LANES - 1) // LANES  # neighbours: a lane finds all but the first in its L1 line
     low = cutlass.min(lane * chunk, args.batch)
@@ -253,20 +251,15 @@ def find_span(c: cutlass.Constexpr, args, s_span: cute.Tensor, cta: Int32):
     line = line_of(c, args, team, steps, groups, longest, cta)
     before = on_line(line, before_steps, before_groups)
     mine = on_line(line, own_steps, own_groups)
-    if lane == 0:
-        for i, v in enumerate(line):
-            s_span[i] = v
-    if (line.start < line.end) & (before <= line.start) & (line.start < before + mine):
+    request, lengths = Int32(0), Request(Int32(0), Int32(0), Int32(0))
+    holds = (line.start < line.end) & (before <= line.start) & (line.start < before + mine)
+    if holds:
         request, before = find_request(c, args, line, low, before)
-        for i, v in enumerate((request, before, *load_request(args, request))):
-            s_span[len(line) + i] = v
-
-
-def read_span(s_span: cute.Tensor) -> Span:
-    """What find_span left, behind a barrier."""
-    values = [s_span[i] for i in range(SPAN_WORDS)]
-    size = len(Line._fields)
-    return Span(Line(*values[:size]), *values[size : size + 2], Request(*values[size + 2 :]))
+        lengths = load_request(args, request)
+    mask = cute.arch.vote_ballot_sync(holds)
+    source = cute.arch.popc((mask & -mask) - 1)
+    request, before, *lengths = (cute.arch.shuffle_sync(v, source) for v in (request, before, *lengths))
+    return Span(line, request, before, Request(*lengths))
 
 
 @cute.jit
@@ -303,7 +296,9 @@ def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state)
                 first, last = share(steps, length, first), share(steps, length, last)
         block = group * line.team + line.member
         if (block < blocks) & (last > 0):
-            state = body(Segment(b, now.kv_len, now.q_first, now.q_len, block, first, last, steps, cuts), state)
+            light = (line.steps < c.evict_first_steps).to(Int32)
+            seg = Segment(b, *now, block, first, last, steps, cuts, last, line.team, light)
+            state = body(seg._replace(end=last_step(c, args, seg)), state)
     return state
 
 
@@ -324,12 +319,12 @@ def seen_by(c, args, seg, row):
     return seg.kv_len - hidden + args.causal * ((seg.block * c.rows + row) // args.heads)
 
 
-def is_whole(c, args, seg, end):
-    """Whether the segment is an uncut block of c.rows rows that sees a token; end: last_step()."""
-    return (seg.last - seg.first == seg.steps) & (live_rows(c, args, seg) == c.rows) & (seg.first < end)
+def is_whole(c, args, seg):
+    """Whether the segment is an uncut block of c.rows rows that sees a token."""
+    return (seg.last - seg.first == seg.steps) & (live_rows(c, args, seg) == c.rows) & (seg.first < seg.end)
 
 
 def last_step(c, args, seg):
-    """End of the steps that a row of the block sees: those past it are not loaded."""
+    """The segment's last step that a row of the block sees."""
     seen = seen_by(c, args, seg, live_rows(c, args, seg) - 1)
     return cutlass.min(seg.last, (seen + c.tile_tokens - 1) // c.tile_tokens)

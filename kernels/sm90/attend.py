@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from ..common import work_device as work
 from ..common.bundle import bundle
 from ..common.math import shift_of
+from ..common.schedule import follow
 from .config import Barrier
 from .epilogue import finish
 from .layouts import CHUNK, output_view, value_view
@@ -57,7 +58,7 @@ def factor(old, new, scale):
 
 
 @cute.jit
-def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, span, tid):
+def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, tid):
     """One math warpgroup, w = 0 (left) or 1 (right); tid counts from 0 in it."""
     qk, pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
     store = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), c.dtype), mmas.qk).get_slice(
@@ -88,16 +89,13 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, s
         limit=cute.make_rmem_tensor((2,), Int32),
         slack=cutlass.min(Float32(c.lazy) / args.scale_log2, Float32(1e30)),  # finite: -inf + slack stays -inf
     )
-    work.walk(
-        c, args, span, partial(attend_segment, c, w, me, mmas, smem, bars, args, span.line.team), (Int32(0), Int32(0))
-    )
+    follow(bars, smem.segments, partial(attend_segment, c, w, me, mmas, smem, bars, args), (Int32(0), Int32(0)))
 
 
 @cute.jit
-def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, team, seg, state):
+def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, seg, state):
     phase, query_phase = state
-    end, masked = work.last_step(c, args, seg), Int32(0)
-    whole = work.is_whole(c, args, seg, end)
+    end, masked, whole = seg.end, Int32(0), work.is_whole(c, args, seg)
     if const_expr(w == 1):
         masked = reset(c, w, me, smem, args, seg)
     cute.arch.mbarrier_wait(bars.query_full, query_phase)
@@ -134,7 +132,7 @@ def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, b
         for step in cutlass.range(seg.first, end, unroll=1):
             right_half(c, w, me, mmas, smem, bars, args, seg, masked, step, phase, step == end - 1, whole)
             phase ^= 1
-    finish(c, w, me, smem, args, team, seg, whole, query_phase)
+    finish(c, w, me, smem, args, seg, whole, query_phase)
     if whole:  # O lies in the slot: the KV warp stores it before it fills the slot
         arrive(bars.half_empty + c.output_slots[w])
     return phase, query_phase ^ 1

@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from ..common import work_device as work
 from ..common.bundle import bundle
 from ..common.math import shift_of
+from ..common.schedule import follow
 from .attend import arrive, factor, issue, zero_rows
 from .config import Barrier
 from .epilogue import finish_few, row_of
@@ -25,7 +26,7 @@ from .layouts import CHUNK, after_step, place, value_blocks
 
 
 @cute.jit
-def attend_few(c: cutlass.Constexpr, mmas, smem, bars, args, span, tid):
+def attend_few(c: cutlass.Constexpr, mmas, smem, bars, args, tid):
     qk, pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
     matrices = 4 if c.rows % 16 == 0 else 2  # 8 x 8, of one stmatrix
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, matrices), c.dtype)
@@ -53,12 +54,12 @@ def attend_few(c: cutlass.Constexpr, mmas, smem, bars, args, span, tid):
         total=cute.make_rmem_tensor((columns,), Float32),
         slack=cutlass.min(Float32(c.lazy) / args.scale_log2, Float32(1e30)),  # finite: -inf + slack stays -inf
     )
-    body = partial(attend_segment, c, me, mmas, smem, bars, args, span.line.team)
-    work.walk(c, args, span, body, (Int32(0), Int32(0), Int32(0)))
+    body = partial(attend_segment, c, me, mmas, smem, bars, args)
+    follow(bars, smem.segments, body, (Int32(0), Int32(0), Int32(0)))
 
 
 @cute.jit
-def attend_segment(c: cutlass.Constexpr, me, mmas, smem, bars, args, team, seg, state):
+def attend_segment(c: cutlass.Constexpr, me, mmas, smem, bars, args, seg, state):
     slot, phase, query_phase = state
     masked = work.seen_by(c, args, seg, 0)  # tokens that every row sees: tiles beyond are masked
     if me.tid < c.rows:  # one division a thread; registers are scarce at 32 rows, and few tiles are masked
@@ -69,19 +70,18 @@ def attend_segment(c: cutlass.Constexpr, me, mmas, smem, bars, args, team, seg, 
     me.shift.fill(0.0)
     cute.arch.barrier(barrier_id=Barrier.WARPGROUP, number_of_threads=128)
     cute.arch.mbarrier_wait(bars.query_full, query_phase)
-    end = work.last_step(c, args, seg)
-    if seg.first >= end:
+    if seg.first >= seg.end:
         arrive(bars.query_empty)
-    for step in cutlass.range(seg.first, end, unroll=1):
+    for step in cutlass.range(seg.first, seg.end, unroll=1):
         issue_scores(c, me, mmas, bars, slot, phase)
         warpgroup.wait_group(0)
-        if step == end - 1:  # the query rows are read no more: the next block's may come
+        if step == seg.end - 1:  # the query rows are read no more: the next block's may come
             arrive(bars.query_empty)
         clear_dead(c, me, smem, seg, step, slot, phase)  # not behind the softmax: ptxas would compute P twice
         softmax(c, me, smem, args, masked, step)
         add_values(c, me, mmas, bars, slot, phase)
         slot, phase = after_step(c, slot, phase)
-    finish_few(c, me, smem, args, team, seg)
+    finish_few(c, me, smem, args, seg)
     return slot, phase, query_phase ^ 1
 
 

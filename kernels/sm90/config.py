@@ -65,7 +65,8 @@ class DecodeConfig:
     # next 5.6 to 6.3 us; cutting everywhere 16 us, 12 of them to combine.
     block_cost: ClassVar[int] = 2
     split_cost: ClassVar[int] = 5
-    query_warps: ClassVar[int] = 3
+    query_warps: ClassVar[int] = 2
+    scheduler_warp: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         if self.rows not in (*FEW_ROWS, 64):
@@ -90,7 +91,7 @@ class DecodeConfig:
 
     @property
     def threads(self) -> int:
-        """Warpgroup 0: KV warp, three query warps; the others: math."""
+        """Warpgroup 0: KV warp, two query warps, scheduler; the others: math."""
         return 128 + 32 * self.math_warps
 
     @property

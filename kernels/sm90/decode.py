@@ -5,7 +5,8 @@
 Grid: one CTA an SM; each takes an even piece of the batch's work (common/work.py), so it walks over a few segments,
 each one block of rows times some steps. With 64 rows a step is a pair of 64-token tiles, with 384 threads:
     warp 0         KV producer: TMA gathers by page id into 4 half tiles of 32 KB and 2 rope tiles of 8 KB   (load.py)
-    warps 1-3      query rows of the next block; rows without tokens                                         (load.py)
+    warps 1-2      query rows of the next block; rows without tokens                                         (load.py)
+    warp 3         scheduler: finds the segments                                                 (common/schedule.py)
     warps 4-7      scores and softmax of tile a, O columns 0-255                                             (attend.py)
     warps 8-11     scores and softmax of tile b, O columns 256-511
 With 8 to 32 rows a step is one tile, three pieces of 24 KB in a ring of 7 or 8, and warps 4-7 do all the math with
@@ -24,13 +25,12 @@ from cutlass.memory import SmemAllocator
 from ..combine import READS, THREADS, combine
 from ..common import work_device as work
 from ..common.bundle import bundle
+from ..common.schedule import AHEAD, WORDS, publish_all
 from .attend import attend
 from .attend_few import attend_few
 from .config import DecodeConfig
 from .layouts import CHUNK, DTYPES, cache_view, query_view, slot_layout, swizzled, tiled_mma
 from .load import fill_empty, load_kv, load_query, prefetch_table
-
-EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 
 
 class Decode:
@@ -74,7 +74,8 @@ class Decode:
         if const_expr(not c.few):
             box, columns = (c.rows, CHUNK, c.half // CHUNK), c.latent // CHUNK
             out_rows = cute.make_tensor(
-                out.iterator, cute.make_layout((cute.size(out) // c.latent, CHUNK, columns), stride=(c.latent, 1, CHUNK))
+                out.iterator,
+                cute.make_layout((cute.size(out) // c.latent, CHUNK, columns), stride=(c.latent, 1, CHUNK)),
             )
             store = cpasync.CopyBulkTensorTileS2GOp()
             atoms["out"] = cpasync.make_tiled_tma_atom(store, out_rows, swizzled(out.element_type, box), box)
@@ -128,8 +129,8 @@ class Decode:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         bars = bundle(**{name: allocator.allocate_array(Int64, count) for name, count in barrier_counts(c).items()})
-        s_span = allocator.allocate_tensor(Int32, cute.make_layout((work.SPAN_WORDS,)), byte_alignment=16)
         smem = bundle(
+            segments=allocator.allocate_tensor(Int32, cute.make_layout((WORDS, AHEAD)), byte_alignment=16),
             **{
                 name: allocator.allocate_tensor(dtype, layout, byte_alignment=16)
                 for name, (dtype, layout) in row_numbers(c).items()
@@ -149,44 +150,50 @@ class Decode:
             page_shift=cute.arch.popc(width),
             cta=cta,
         )
-        if warp_idx == 0:
-            work.find_span(c, args, s_span, cta)
-        else:
-            if warp_idx == 1:
-                init_barriers(c, bars)
-                cute.arch.mbarrier_init_fence()
-                for name in (*c.rings, "query"):
-                    cpasync.prefetch_descriptor(getattr(tma, name))
-            prefetch_table(c, given.block_tables, given.batch, cta, tid - 32)
-            if tid == 128:
-                # No block is cut yet; the same thread says otherwise later. The combine of the launch before is over,
-                # since decode itself is launched without PDL.
-                given.split_info[4 * cta + 2] = Int32(0)
+        if warp_idx == 1:
+            init_barriers(c, bars)
+            cute.arch.mbarrier_init_fence()
+            for name in (*c.rings, "query"):
+                cpasync.prefetch_descriptor(getattr(tma, name))
+        prefetch_table(c, given.block_tables, given.batch, cta, tid)
+        if warp_idx == c.scheduler_warp:
+            span = work.find_span(c, args, cta)
+            tell_combine(args, span, tid % 32)
+            cute.arch.sync_threads()
             cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        # Each role reads the span behind its setmaxnreg: before it, registers are too few to hold it beside the rest.
-        if warp_idx < 4:
             cute.arch.setmaxregister_decrease(c.producer_regs)
-            span = work.read_span(s_span)
-            if span.line.start < span.line.end:
-                if warp_idx == 0:
-                    few = span.line.steps < c.evict_first_steps
-                    policy = Int64(EVICT_FIRST) if few else Int64(EVICT_NORMAL)
-                    load_kv(c, tma, smem, bars, args, span, policy)
-                else:
-                    load_query(c, tma, smem, bars, args, span, tid - 32)
-            if warp_idx > 0:
+            publish_all(c, bars, smem.segments, args, span)
+            fill_empty(c, args, cta, tid - 32)
+        elif warp_idx < 4:
+            cute.arch.sync_threads()  # the barriers are made
+            cute.arch.setmaxregister_decrease(c.producer_regs)
+            if warp_idx == 0:
+                load_kv(c, tma, smem, bars, args)
+            else:
+                load_query(c, tma, smem, bars, args, tid - 32)
                 fill_empty(c, args, cta, tid - 32)
         else:
+            cute.arch.sync_threads()
             cute.arch.setmaxregister_increase(c.consumer_regs)
-            span = work.read_span(s_span)
-            if span.line.start < span.line.end:
-                if const_expr(c.few):
-                    attend_few(c, mmas, smem, bars, args, span, tid - 128)
-                elif warp_idx < 8:
-                    attend(c, 0, mmas, smem, bars, args, span, tid - 128)
-                else:
-                    attend(c, 1, mmas, smem, bars, args, span, tid - 256)
+            if const_expr(c.few):
+                attend_few(c, mmas, smem, bars, args, tid - 128)
+            elif warp_idx < 8:
+                attend(c, 0, mmas, smem, bars, args, tid - 128)
+            else:
+                attend(c, 1, mmas, smem, bars, args, tid - 256)
+
+
+@cute.jit
+def tell_combine(args, span, lane):
+    """No block is cut in this CTA yet (the same warp, or one that waits for it, says otherwise later), and, in the word
+    behind all CTAs' entries, whether any can be. combine reads that word without waiting for decode to end, so it is
+    there before this CTA lets combine start. The combine of the launch before is over, as decode has no PDL.
+    """
+    if lane == 0:
+        args.split_info[4 * args.cta + 2] = Int32(0)
+        if args.cta == 0:
+            args.split_info[4 * args.num_ctas] = (span.line.parts != 1).to(Int32)
+            cute.arch.fence_acq_rel_gpu()
 
 
 def tile_layouts(c):
@@ -218,12 +225,15 @@ def tiled_mmas(c):
 def barrier_counts(c):
     """Barriers of each kind."""
     rings = {f"{name}_{kind}": ring.slots for name, ring in c.rings.items() for kind in ("full", "empty")}
+    rings |= {"segment_full": AHEAD, "segment_empty": AHEAD}
     return {"query_full": 1, "query_empty": 1, **rings, **({} if c.few else {"scored": 2, "p_full": 2})}
 
 
 def init_barriers(c, bars):
     """Arrivals a phase: one expect_tx for TMA, else one a warp. A slot and P have one reading or writing warpgroup."""
-    arrivals = {"query_full": c.query_warps, "query_empty": c.math_warps, **{f"{name}_full": 1 for name in c.rings}}
+    arrivals = {f"{name}_full": 1 for name in (*c.rings, "segment")}
+    arrivals |= {"query_full": c.query_warps, "query_empty": c.math_warps}
+    arrivals["segment_empty"] = 1 + c.query_warps + c.math_warps
     with cute.arch.elect_one():
         for name, count in barrier_counts(c).items():
             for i in range(count):

@@ -11,7 +11,7 @@ from .layouts import CHUNK
 
 
 @cute.jit
-def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg, whole, turn):
+def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg, whole, turn):
     """Both warpgroups call it with their columns of O. turn: 0 or 1 by turns, so that the next sums find another place."""
     for r in cutlass.range_constexpr(2):
         v = me.total[r]
@@ -26,7 +26,7 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg
     live, row = work.live_rows(c, args, seg), work.first_row(c, args, seg)
     if seg.last - seg.first < seg.steps:
         live = cutlass.min(live, args.slot_rows)  # a longer request than was planned must not leave its slot
-        store_partial(c, w, me, args, team, seg, live, row)
+        store_partial(c, w, me, args, seg, live, row)
     else:
         for r in cutlass.range_constexpr(2):
             mine = me.row + 8 * r
@@ -41,13 +41,13 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, team, seg
 
 
 @cute.jit
-def slot_of(args, team, seg, live, row, teller):
+def slot_of(args, seg, live, row, teller):
     """The slot of a partial result. The CTA in which the block begins tells combine: its thread `teller` does."""
     slot = 2 * args.cta
     if seg.first == 0:
         slot += 1
         if teller:
-            for i, v in enumerate((row, live, seg.parts, team)):
+            for i, v in enumerate((row, live, seg.parts, seg.team)):
                 args.split_info[4 * args.cta + i] = v
     return slot
 
@@ -60,9 +60,9 @@ def trade(low, high, upper, offset: cutlass.Constexpr):
 
 
 @cute.jit
-def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, team, seg, live, row):
+def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, seg, live, row):
     """O and its row statistics (shift, sum) as they are."""
-    slot = slot_of(args, team, seg, live, row, (w == 0) & (me.tid == 0))
+    slot = slot_of(args, seg, live, row, (w == 0) & (me.tid == 0))
     lane, odd = me.tid % 4, (me.tid % 2) != 0
     stat = cute.make_rmem_tensor((2,), Float32)
     four = cute.make_rmem_tensor((4,), Float32)
@@ -133,7 +133,7 @@ def row_of(me, e):
 
 
 @cute.jit
-def finish_few(c: cutlass.Constexpr, me, smem, args, team, seg):
+def finish_few(c: cutlass.Constexpr, me, smem, args, seg):
     """finish() for few rows: they are the columns of O^T, and their sums lie in all four warps."""
     columns, lane = cute.size(me.total), me.tid % 32
     for e in cutlass.range_constexpr(columns):
@@ -151,7 +151,7 @@ def finish_few(c: cutlass.Constexpr, me, smem, args, team, seg):
     row = work.first_row(c, args, seg)
     if seg.last - seg.first < seg.steps:
         live = cutlass.min(live, args.slot_rows)
-        slot = slot_of(args, team, seg, live, row, me.tid == 0)
+        slot = slot_of(args, seg, live, row, me.tid == 0)
         stat = cute.make_rmem_tensor((2,), Float32)
         for e in cutlass.range_constexpr(columns):
             mine = row_of(me, e)

@@ -9,29 +9,31 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..common import work_device as work
 from ..common.bundle import bundle
+from ..common.schedule import follow
 from .layouts import CHUNK, SWIZZLE_BYTES, after_step, copy_view, output_view, place
 
 LANES = 32
+EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 WORD = 16  # bytes of one asynchronous copy and of one store
 
 
 @cute.jit
 def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
     """Ask L2 for the first 1,024 columns of the table at once, a row a warp: page ids are wanted one memory latency
-    later, when the lengths are known. All warps but the first.
+    later, when the lengths are known.
     """
-    row, column = cta * (c.threads // LANES - 1) + tid // LANES, tid % LANES * 32  # a 128-byte line a thread
+    row, column = cta * (c.threads // LANES) + tid // LANES, tid % LANES * 32  # a 128-byte line a thread
     if (row < batch) & (column < block_tables.shape[1]):
         line = block_tables.iterator.toint() + (row.to(Int64) * block_tables.stride[0] + column) * 4
         cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[line])
 
 
 @cute.jit
-def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, span, policy):
+def load_kv(c: cutlass.Constexpr, tma, smem, bars, args):
     """The KV warp: the pieces of each step in their order, each as soon as its slot is free."""
     copies = bundle(**{name: ring_copy(c, name, ring, tma, smem) for name, ring in c.rings.items()})
-    body = partial(load_segment, c, copies, tma, smem, bars, args, policy)
-    _, phase, owed = work.walk(c, args, span, body, (Int32(0), Int32(1), Int32(-1)))
+    body = partial(load_segment, c, copies, tma, smem, bars, args)
+    _, phase, owed = follow(bars, smem.segments, body, (Int32(0), Int32(1), Int32(-1)))
     if const_expr(not c.few):
         if owed >= 0:
             store_output(c, tma, smem, bars, args, phase, owed)
@@ -50,7 +52,7 @@ def ring_copy(c, name, ring, tma, smem):
 
 
 @cute.jit
-def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, policy, seg, state):
+def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state):
     """A copy takes page_rows tokens: copy i of the request is the (i & mask)-th of the page in table column i >> shift.
     Lane l of the warp holds the page id of the l-th of the next 32 copies, fetched one round ahead. owed: the first row
     of a block whose output the math warps leave in the slots of tile b, or -1; it is stored before they are filled.
@@ -59,13 +61,13 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, policy, se
     per_tile, per_step = c.tile // c.page_rows, c.tile_tokens // c.page_rows
     lane = cute.arch.lane_idx()
     live = (seg.kv_len + c.page_rows - 1) // c.page_rows  # copies that hold a token; the others are left out
-    end = work.last_step(c, args, seg)
+    policy = Int64(EVICT_FIRST) if seg.light != 0 else Int64(EVICT_NORMAL)
     ids = page_ids(args, seg.request, seg.first * per_step + lane, live)
     step = seg.first
-    while step < end:
+    while step < seg.end:
         base = step * per_step
         later = page_ids(args, seg.request, base + LANES + lane, live)
-        for i in cutlass.range(cutlass.min(end - step, LANES // per_step), unroll=1):
+        for i in cutlass.range(cutlass.min(seg.end - step, LANES // per_step), unroll=1):
             for piece in c.pieces:
                 if const_expr(piece == c.staging):
                     if owed >= 0:
@@ -78,7 +80,7 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, policy, se
         ids = later
         step += LANES // per_step
     if const_expr(not c.few):
-        if work.is_whole(c, args, seg, end):
+        if work.is_whole(c, args, seg):
             owed = work.first_row(c, args, seg)
     return slot, phase, owed
 
@@ -126,10 +128,10 @@ def store_output(c: cutlass.Constexpr, tma, smem, bars, args, phase, row):
 
 
 @cute.jit
-def load_query(c: cutlass.Constexpr, tma, smem, bars, args, span, tid):
+def load_query(c: cutlass.Constexpr, tma, smem, bars, args, tid):
     """The query warps: the rows of each block, in one TMA copy where (token, head) rows lie evenly apart."""
     body = partial(query_segment, c, tma, smem, bars, args, tid)
-    work.walk(c, args, span, body, Int32(1))
+    follow(bars, smem.segments, body, Int32(1))
 
 
 @cute.jit

@@ -24,7 +24,7 @@ def record(found: Any, cta: Any, seg: Any, count: Any) -> Any:
 
 class Probe:
     def __init__(self, rows: int, tile_tokens: int):
-        self.c = bundle(rows=rows, tile_tokens=tile_tokens, block_cost=2, split_cost=5)
+        self.c = bundle(rows=rows, tile_tokens=tile_tokens, block_cost=2, split_cost=5, evict_first_steps=1536)
 
     @cute.jit
     def __call__(
@@ -44,6 +44,7 @@ class Probe:
             seq_lens=seq_lens,
             qo_indptr=qo_indptr,
             batch=batch,
+            causal=Int32(0),
             heads=heads,
             team=team,
             max_kv_len=Int32(1 << 30),
