@@ -40,14 +40,6 @@ class Line(NamedTuple):
     member: Int32
 
 
-class Raw(NamedTuple):
-    """What the metadata say of a request."""
-
-    kv_len: Int32
-    q_first: Int32  # packed mode only, and so q_end
-    q_end: Int32
-
-
 class Request(NamedTuple):
     kv_len: Int32
     q_first: Int32  # its first query token; 0 in fixed mode, where the batch index says which
@@ -102,30 +94,17 @@ def query_offset(args, b):
 
 
 @cute.jit
-def fetch_request(args, index: Int32) -> Raw:
-    """Ask for the lengths of a request; nothing waits for them before lengths_of()."""
-    b = cutlass.min(index, args.batch - 1)
-    first, end = Int32(0), Int32(0)
-    if args.seq_len_q == 0:
-        first, end = args.qo_indptr[b], args.qo_indptr[b + 1]
-    return Raw(args.seq_lens[b], first, end)
-
-
-@cute.jit
-def lengths_of(args, raw: Raw) -> Request:
-    """A length below 0 counts as 0, one beyond the table or the plan is cut, and so are offsets beyond the query:
-    nothing outside the tensors is read or written, whatever they say.
+def load_request(args, index: Int32) -> Request:
+    """Lengths of a request. A length below 0 counts as 0, one beyond the table or the plan is cut, and so are offsets
+    beyond the query: nothing outside the tensors is read or written, whatever they say.
     """
-    kv_len = cutlass.min(cutlass.max(raw.kv_len, 0), args.max_kv_len)
+    b = cutlass.min(index, args.batch - 1)
+    kv_len = cutlass.min(cutlass.max(args.seq_lens[b], 0), args.max_kv_len)
     q_first, q_len = Int32(0), args.seq_len_q
     if args.seq_len_q == 0:
-        q_first = cutlass.min(cutlass.max(raw.q_first, 0), args.total_q)
-        q_len = cutlass.max(cutlass.min(raw.q_end, args.total_q) - q_first, 0)
+        q_first = query_offset(args, b)
+        q_len = cutlass.max(query_offset(args, b + 1) - q_first, 0)
     return Request(kv_len, q_first, q_len)
-
-
-def load_request(args, index: Int32) -> Request:
-    return lengths_of(args, fetch_request(args, index))
 
 
 def shape_of(c, args, request):
@@ -268,15 +247,13 @@ def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state)
     line = span.line
     pos, b, before = line.start, span.request, span.before
     now = span.lengths
-    later = fetch_request(args, b + 1)  # one request ahead: the loop never waits for a length
     while pos < line.end:
         blocks, steps = shape_of(c, args, now)
         groups, length = groups_of(args, blocks, line.team), group_length(line, steps)
         while pos - before >= groups * length:
             before += groups * length
             b += 1
-            now = lengths_of(args, later)
-            later = fetch_request(args, b + 1)
+            now = load_request(args, b)
             blocks, steps = shape_of(c, args, now)
             groups, length = groups_of(args, blocks, line.team), group_length(line, steps)
         group = Int32(0)

@@ -158,9 +158,7 @@ class Decode:
         prefetch_table(c, given.block_tables, given.batch, cta, tid)
         if warp_idx == c.scheduler_warp:
             span = work.find_span(c, args, cta)
-            tell_combine(args, span, tid % 32)
             cute.arch.sync_threads()
-            cute.arch.griddepcontrol_launch_dependents()
             cute.arch.setmaxregister_decrease(c.producer_regs)
             publish_all(c, bars, smem.segments, args, span)
             fill_empty(c, args, cta, tid - 32)
@@ -181,19 +179,6 @@ class Decode:
                 attend(c, 0, mmas, smem, bars, args, tid - 128)
             else:
                 attend(c, 1, mmas, smem, bars, args, tid - 256)
-
-
-@cute.jit
-def tell_combine(args, span, lane):
-    """No block is cut in this CTA yet (the same warp, or one that waits for it, says otherwise later), and, in the word
-    behind all CTAs' entries, whether any can be. combine reads that word without waiting for decode to end, so it is
-    there before this CTA lets combine start. The combine of the launch before is over, as decode has no PDL.
-    """
-    if lane == 0:
-        args.split_info[4 * args.cta + 2] = Int32(0)
-        if args.cta == 0:
-            args.split_info[4 * args.num_ctas] = (span.line.parts != 1).to(Int32)
-            cute.arch.fence_acq_rel_gpu()
 
 
 def tile_layouts(c):
