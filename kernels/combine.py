@@ -4,27 +4,25 @@ Launched with programmatic dependent launch behind decode; a few CTAs an SM, wha
 shift of a row's parts,
     out = sum_i 2**(shift_i - m) O_i / sum_i 2**(shift_i - m) sum_i,   LSE = m + log2 of that denominator.
 
-All CTAs share all rows. Of a block of few parts a warp merges half a row; of a block of many, all eight warps of a CTA
-take one 128-column chunk of a row, each every eighth part.
+All CTAs share all rows. Of a block of few parts a warp merges half a row. Of a block of many, all warps of a CTA take
+one piece of a row: merge_lanes lanes with 4 columns each read a part, so a CTA has THREADS / merge_lanes streams.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from .common.math import row_result
-from .common.work import MAX_CTAS
+from .common.work import MANY_CUTS, MAX_CTAS, NO_CUT, ONE_GROUP
 
 THREADS, WARPS, LANES = 256, 8, 32
-FEW, CHUNKS, FLIGHT = (
-    8,
-    2,
-    3,
-)  # up to so many parts a warp takes so many chunks, this many parts beside the first at once
+FEW = 8  # parts up to which a warp merges CHUNKS chunks of a row alone, with FLIGHT parts in flight beside the first
+CHUNKS, FLIGHT = 2, 2
 COLUMNS = 128  # of a chunk: 4 a lane
+assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of decode
 # what combine takes of decode's arguments
 READS = ("out", "lse", "part_out", "part_stat", "split_info", "slot_rows", "num_ctas", "out_scale", "lse_scale")
 
@@ -46,29 +44,61 @@ def combine(c: cutlass.Constexpr, args):
     smem = SmemAllocator()
     s_mask = smem.allocate_tensor(Int32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_split = smem.allocate_tensor(Int32, cute.make_layout((5, THREADS)), byte_alignment=16)
+    s_count = smem.allocate_tensor(Int32, cute.make_layout((2,)), byte_alignment=16)
     s_stat = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_acc = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=16)
-    chunks = c.latent // COLUMNS  # of a row
-    cut = cute.arch.load(args.split_info.iterator + 4 * args.num_ctas, Int32, sem="acquire", scope="gpu")
-    if (cut != 0) | (cta == 0):  # without a cut, one CTA waits: this kernel must not end before decode
+    # Written by decode before this kernel may start, so it is read without waiting for decode to end.
+    head = args.split_info.iterator + 4 * args.num_ctas
+    cuts = cute.arch.load(head, Int32, sem="acquire", scope="gpu")
+    if cuts == ONE_GROUP:
+        list_group(c, args, s_split, s_count, tid)
+    if (cuts != NO_CUT) | (cta == 0):  # one CTA waits in any case: this kernel must not end before decode
         cute.arch.griddepcontrol_wait()
-    few, many = Int32(0), Int32(0)
-    if cut != 0:
-        few, many = list_splits(args, s_mask, s_split, tid, warp_idx, lane)
-    pieces = chunks // CHUNKS
-    for item in cutlass.range(cta * WARPS + warp_idx, few * args.slot_rows * pieces, ctas * WARPS, unroll=1):
-        split, row, piece = find_item(args, s_split, Int32(0), item, pieces)
+    if cuts == MANY_CUTS:
+        list_splits(args, s_mask, s_split, s_count, tid, warp_idx, lane)
+    if cuts != NO_CUT:
+        merge_all(c, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid)
+
+
+@cute.jit
+def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid):
+    """What is listed: s_count[0] blocks of few parts, s_count[1] of many."""
+    warp_idx, lane = cute.arch.make_warp_uniform(tid // LANES), tid % LANES
+    width = CHUNKS * COLUMNS
+    for item in cutlass.range(
+        cta * WARPS + warp_idx, s_count[0] * args.slot_rows * (c.latent // width), ctas * WARPS, unroll=1
+    ):
+        split, row, column = find_item(args, s_split, Int32(0), item, c.latent // width)
+        column = column * width + lane * 4
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, piece * CHUNKS, Int32(0), 1, CHUNKS, FLIGHT, lane)
-            store(c, args, acc, stat, split.row + row, piece * CHUNKS, lane)
-    for item in cutlass.range(cta, many * args.slot_rows * chunks, ctas, unroll=1):
-        split, row, chunk = find_item(args, s_split, few, item, chunks)
+            acc, stat = merge(c, args, split, row, column, Int32(0), 1, CHUNKS, FLIGHT)
+            store(c, args, acc, stat, split.row + row, column)
+    width, streams = c.merge_lanes * 4, THREADS // c.merge_lanes
+    for item in cutlass.range(cta, s_count[1] * args.slot_rows * (c.latent // width), ctas, unroll=1):
+        split, row, column = find_item(args, s_split, s_count[0], item, c.latent // width)
+        column = column * width + lane % c.merge_lanes * 4
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, chunk, warp_idx, WARPS, 1, c.merge_flight, lane)
-            merge_warps(s_acc, s_stat, acc, stat, warp_idx, lane)
-            if warp_idx == 0:
-                store(c, args, acc, stat, split.row + row, chunk, lane)
+            acc, stat = merge(c, args, split, row, column, tid // c.merge_lanes, streams, 1, c.merge_flight)
+            if const_expr(c.merge_lanes == LANES // 2):
+                merge_halves(acc, stat)
+            merge_warps(c, s_acc, s_stat, acc, stat, warp_idx, lane)
+            if tid < c.merge_lanes:
+                store(c, args, acc, stat, split.row + row, column)
             cute.arch.sync_threads()
+
+
+@cute.jit
+def list_group(c: cutlass.Constexpr, args, s_split, s_count, tid):
+    """list_splits() for the blocks of the one group that there is: block i begins in CTA i."""
+    row, rows, parts, team = (args.split_info[4 * args.num_ctas + 1 + i] for i in range(4))
+    blocks = (rows + c.rows - 1) // c.rows
+    if tid < blocks:
+        for i, v in enumerate((tid, row + tid * c.rows, cutlass.min(rows - tid * c.rows, c.rows), parts, team)):
+            s_split[i, tid] = v
+    if tid == 0:
+        few = blocks if parts <= FEW else Int32(0)
+        s_count[0], s_count[1] = few, blocks - few
+    cute.arch.sync_threads()
 
 
 @cute.jit
@@ -80,10 +110,8 @@ def find_item(args, s_split, before, item, pieces: cutlass.Constexpr):
 
 
 @cute.jit
-def list_splits(args, s_mask, s_split, tid, warp_idx, lane):
-    """The blocks that are cut to s_split, those of few parts before those of many, each in order. Returns how many
-    there are of both kinds.
-    """
+def list_splits(args, s_mask, s_split, s_count, tid, warp_idx, lane):
+    """The blocks that are cut to s_split, those of few parts before those of many, each in order; s_count: how many."""
     info = cute.make_rmem_tensor((4,), Int32)
     at = cutlass.min(tid, args.num_ctas - 1)
     cute.autovec_copy(cute.local_tile(args.split_info, (4,), (at,)), info)  # (row, rows, parts, stride)
@@ -105,8 +133,9 @@ def list_splits(args, s_mask, s_split, tid, warp_idx, lane):
         place = count[0] + before[1] if parts > FEW else before[0]
         for i, v in enumerate((tid, *(info[j] for j in range(4)))):
             s_split[i, place] = v
+    if tid == 0:
+        s_count[0], s_count[1] = count[0], count[1]
     cute.arch.sync_threads()
-    return count
 
 
 @cute.jit
@@ -115,41 +144,40 @@ def merge(
     args,
     split,
     row,
-    chunk,
+    column,
     first,
     step: cutlass.Constexpr,
     chunks: cutlass.Constexpr,
     flight: cutlass.Constexpr,
-    lane,
 ):
-    """Fold parts first, first + step, ... of `chunks` column chunks of a row, the first and `flight` more at a time; there
-    is a first one. Returns 4 columns a lane and chunk of O, and (shift, sum), which O and the sum are relative to.
+    """Fold parts first, first + step, ... of 4 columns, from `column` on in each of `chunks` chunks of a row: the first
+    part and `flight` more at a time. Returns O and (shift, sum), which it and the sum are relative to.
     """
     acc = cute.make_rmem_tensor((4, chunks), Float32)
     stat = cute.make_rmem_tensor((2,), Float32)
     values = cute.make_rmem_tensor((4, chunks, flight), Float32)
     stats = cute.make_rmem_tensor((2, flight), Float32)
-    load_part(c, args, split, first, row, chunk, lane, acc, stat)
+    load_part(c, args, split, first, row, column, acc, stat)
     for base in cutlass.range(first + step, split.parts, step * flight, unroll=1):
         for j in cutlass.range_constexpr(flight):
-            part = cutlass.min(base + j * step, split.parts - 1)
-            load_part(c, args, split, part, row, chunk, lane, values[None, None, j], stats[None, j])
-            if base + j * step >= split.parts:
-                stats[0, j], stats[1, j] = -Float32.inf, Float32(0.0)
+            load_part(c, args, split, base + j * step, row, column, values[None, None, j], stats[None, j])
         fold(acc, stat, values, stats)
     return acc, stat
 
 
 @cute.jit
-def load_part(c: cutlass.Constexpr, args, split, part, row, chunk, lane, values, stat):
-    """values (4, chunks), stat (2)"""
+def load_part(c: cutlass.Constexpr, args, split, index, row, column, values, stat):
+    """values (4, chunks), stat (2); behind the last part, something finite of weight 0."""
+    part = cutlass.min(index, split.parts - 1)
     slot = 2 * (split.cta + part * split.stride) + (part == 0).to(Int32)
     at = slot * args.slot_rows + row
     cute.autovec_copy(cute.local_tile(args.part_stat, (2,), (at,)), stat)
-    line = args.part_out.iterator + at.to(Int64) * c.latent + (chunk * COLUMNS + lane * 4)
+    line = args.part_out.iterator + at.to(Int64) * c.latent + column
     for k in cutlass.range_constexpr(values.shape[1]):
         source = cute.make_tensor((line + k * COLUMNS).align(16), cute.make_layout(4))
         cute.autovec_copy(source, values[None, k])
+    if index >= split.parts:
+        stat[0], stat[1] = -Float32.inf, Float32(0.0)
 
 
 @cute.jit
@@ -173,13 +201,25 @@ def fold(acc, stat, values, stats):
 
 
 @cute.jit
-def merge_warps(s_acc, s_stat, acc, stat, warp_idx, lane):
+def merge_halves(acc, stat):
+    """Fold the states of the two halves of each warp."""
+    values, stats = cute.make_rmem_tensor((4, 1, 1), Float32), cute.make_rmem_tensor((2, 1), Float32)
+    for i in cutlass.range_constexpr(4):
+        values[i] = cute.arch.shuffle_sync_bfly(acc[i], offset=LANES // 2)
+    for i in cutlass.range_constexpr(2):
+        stats[i] = cute.arch.shuffle_sync_bfly(stat[i], offset=LANES // 2)
+    fold(acc, stat, values, stats)
+
+
+@cute.jit
+def merge_warps(c: cutlass.Constexpr, s_acc, s_stat, acc, stat, warp_idx, lane):
     """Fold the states of the eight warps into warp 0's."""
-    cute.autovec_copy(acc[None, 0], cute.local_tile(s_acc[None, warp_idx], (4,), (lane,)))
+    if lane < c.merge_lanes:
+        cute.autovec_copy(acc[None, 0], cute.local_tile(s_acc[None, warp_idx], (4,), (lane,)))
     if lane == 0:
         s_stat[0, warp_idx], s_stat[1, warp_idx] = stat[0], stat[1]
     cute.arch.sync_threads()
-    if warp_idx == 0:
+    if (warp_idx == 0) & (lane < c.merge_lanes):
         values = cute.make_rmem_tensor((4, 1, WARPS - 1), Float32)
         stats = cute.make_rmem_tensor((2, WARPS - 1), Float32)
         for w in cutlass.range_constexpr(1, WARPS):
@@ -189,13 +229,13 @@ def merge_warps(s_acc, s_stat, acc, stat, warp_idx, lane):
 
 
 @cute.jit
-def store(c: cutlass.Constexpr, args, acc, stat, row, chunk, lane):
+def store(c: cutlass.Constexpr, args, acc, stat, row, column):
     gain, lse = row_result(stat[0], stat[1], args)
     four = cute.make_rmem_tensor((4,), args.out.element_type)
-    line = args.out.iterator + row.to(Int64) * c.latent + (chunk * COLUMNS + lane * 4)
+    line = args.out.iterator + row.to(Int64) * c.latent + column
     for k in cutlass.range_constexpr(acc.shape[1]):
         for i in cutlass.range_constexpr(4):
             four[i] = (acc[i, k] * gain).to(args.out.element_type)
         cute.autovec_copy(four, cute.make_tensor((line + k * COLUMNS).align(8), cute.make_layout(4)))
-    if (chunk == 0) & (lane == 0) & (args.lse_scale != 0.0):
+    if (column == 0) & (args.lse_scale != 0.0):
         args.lse[row] = lse

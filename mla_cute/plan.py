@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mla_cute.errors import UnsupportedProblem
-from mla_cute.kernels.common.work import MAX_CTAS, best_team
+from mla_cute.kernels.common.work import HEAD_WORDS, MAX_CTAS, best_team
 from mla_cute.problem import INT32_MAX, KV_LORA_RANK, MLAProblem
 
 ALIGNMENT = 256  # bytes, of every section of the workspace
@@ -62,7 +62,7 @@ class Plan:
         """part_out (fp32), part_stat (fp32), split_info (int32), in this order."""
         part_rows = 2 * self.num_ctas * self.slot_rows
         offset, sections = 0, []
-        for elements in (part_rows * KV_LORA_RANK, part_rows * 2, self.num_ctas * 4 + 1):
+        for elements in (part_rows * KV_LORA_RANK, part_rows * 2, self.num_ctas * 4 + HEAD_WORDS):
             sections.append(Section(offset, 4 * elements))
             offset += -(-4 * elements // ALIGNMENT) * ALIGNMENT
         return sections[0], sections[1], sections[2]

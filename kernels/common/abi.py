@@ -17,7 +17,7 @@ ARGUMENTS = (
     "lse",  # fp32 [batch, SQ, H] or [1, total_q, H], compact; any rank-3 fp32 tensor where lse_scale is 0
     "part_out",  # fp32 [2 * num_ctas * slot_rows * 512]
     "part_stat",  # fp32 [2 * num_ctas * slot_rows * 2]
-    "split_info",  # int32 [4 * num_ctas + 1]
+    "split_info",  # int32 [4 * num_ctas + work.HEAD_WORDS]
     "batch",  # requests of this run
     "seq_len_q",  # query tokens a request; 0: packed
     "causal",  # 0 or 1

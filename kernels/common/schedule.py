@@ -10,6 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from . import work_device as work
+from .work import MANY_CUTS, NO_CUT, ONE_GROUP
 
 AHEAD = 2
 WORDS = len(work.Segment._fields)
@@ -18,14 +19,14 @@ WORDS = len(work.Segment._fields)
 @cute.jit
 def publish_all(c: cutlass.Constexpr, bars, s_segments, args, span):
     """The scheduler: every segment of the CTA, and one with request -1 behind the last."""
-    turn, cut = Int32(0), (span.line.parts != 1).to(Int32)
+    turn, line = Int32(0), span.line
     if span.line.start < span.line.end:
-        turn = work.walk(c, args, span, partial(publish, bars, s_segments, args, cut), turn)
-    publish(bars, s_segments, args, cut, work.Segment(*(Int32(-1) for _ in range(WORDS))), turn)
+        turn = work.walk(c, args, span, partial(publish, c, bars, s_segments, args, line), turn)
+    publish(c, bars, s_segments, args, line, work.Segment(*(Int32(-1) for _ in range(WORDS))), turn)
 
 
 @cute.jit
-def publish(bars, s_segments, args, cut, seg, turn):
+def publish(c: cutlass.Constexpr, bars, s_segments, args, line, seg, turn):
     slot = turn % AHEAD
     cute.arch.mbarrier_wait(bars.segment_empty + slot, turn // AHEAD % 2 ^ 1)
     if cute.arch.lane_idx() == 0:
@@ -35,18 +36,23 @@ def publish(bars, s_segments, args, cut, seg, turn):
             s_segments[i, slot] = v
         cute.arch.mbarrier_arrive(bars.segment_full + slot)
         if turn == 0:
-            tell_combine(args, cut)
+            tell_combine(c, args, line, seg)
     cute.arch.sync_warp()
     return turn + 1
 
 
 @cute.jit
-def tell_combine(args, cut):
-    """Whether any block can be cut, in the word behind all CTAs' entries, and that combine may start. It reads that word
-    without waiting for decode to end. The combine of the launch before is over: decode itself is launched without PDL.
+def tell_combine(c: cutlass.Constexpr, args, line, seg):
+    """Tell combine what it need not wait for (work.HEAD_WORDS), and that it may start. The combine of the launch before
+    is over: decode itself is launched without programmatic dependent launch.
     """
     if args.cta == 0:
-        args.split_info[4 * args.num_ctas] = cut
+        cuts = Int32(NO_CUT) if line.parts == 1 else Int32(MANY_CUTS)
+        if (line.single != 0) & (seg.request >= 0):  # it begins in this CTA
+            cuts = Int32(ONE_GROUP) if seg.parts > 0 else Int32(NO_CUT)
+        rows = seg.q_len * args.heads
+        for i, v in enumerate((cuts, work.first_row(c, args, seg), rows, seg.parts, seg.team)):
+            args.split_info[4 * args.num_ctas + i] = v
         cute.arch.fence_acq_rel_gpu()
     cute.arch.griddepcontrol_launch_dependents()
 

@@ -23,6 +23,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MAX_CTAS = 256  # of decode: combine reads the splits of so many
+# The first of HEAD_WORDS behind the split_info of all CTAs. ONE_GROUP: the others are (row, rows, parts, team) of it.
+NO_CUT, MANY_CUTS, ONE_GROUP = 0, 1, 2
+HEAD_WORDS = 5
 
 
 class Segment(NamedTuple):

@@ -36,6 +36,7 @@ class Line(NamedTuple):
     extra: Int32  # what a group adds to its steps on the line
     team: Int32
     teams: Int32  # that have work
+    single: Int32  # 1: there is one group
     index: Int32  # which of them the CTA is in, and which member it is
     member: Int32
 
@@ -167,9 +168,10 @@ def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32
     parts = parts_of_group(c, steps, groups, longest, teams)
     extra = Int32(c.block_cost) if (parts == 0) & (groups > 1) else Int32(0)
     total = groups * parts if parts > 0 else steps + groups * extra
+    single = (groups == 1).to(Int32)
     start = team_share(total, teams, index)
     end = team_share(total, teams, index + 1) if index < teams.divisor else start
-    return Line(start, end, total, steps, parts, extra, team, cutlass.min(teams.divisor, total), index, member)
+    return Line(start, end, total, steps, parts, extra, team, cutlass.min(teams.divisor, total), single, index, member)
 
 
 @cute.jit

@@ -114,6 +114,13 @@ class DecodeConfig:
         """CTAs of combine for each of decode: as many as fit on an SM at once, few rows: beside decode."""
         return 1 if self.few else 4
 
+    least_merge_ctas: ClassVar[int] = 128  # a piece of 16 rows for each: see merge_lanes
+
+    @property
+    def merge_lanes(self) -> int:
+        """Lanes of combine that read a part of many together: few rows would leave half of its CTAs without work."""
+        return 16 if self.few else 32
+
     @property
     def merge_flight(self) -> int:
         """See combine.py; bound by the registers that merge_ctas leaves."""

@@ -113,7 +113,7 @@ class Decode:
             preferred_smem_carveout=100 if c.few else None,
         )
         combine(c, bundle(**{name: getattr(given, name) for name in READS})).launch(
-            grid=[num_ctas * c.merge_ctas, 1, 1],
+            grid=[cutlass.max(num_ctas * c.merge_ctas, c.least_merge_ctas), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,

@@ -12,7 +12,7 @@ from .layouts import CHUNK
 
 @cute.jit
 def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg, whole, turn):
-    """Both warpgroups call it with their columns of O. turn: 0 or 1 by turns, so that the next sums find another place."""
+    """Both warpgroups call it with their columns of O. turn: 0 or 1 by turns: where the sums go."""
     for r in cutlass.range_constexpr(2):
         v = me.total[r]
         v = v + cute.arch.shuffle_sync_bfly(v, offset=1)
@@ -159,8 +159,7 @@ def finish_few(c: cutlass.Constexpr, me, smem, args, seg):
                 stat[0] = -Float32.inf if me.high[e] == -Float32.inf else me.shift[e]
                 stat[1] = me.total[e]
                 cute.autovec_copy(stat, cute.local_tile(args.part_stat, (2,), (slot * args.slot_rows + mine,)))
-        me.total.fill(1.0)
-        store_rows(c, me, args.part_out, slot * args.slot_rows, live)
+        store_columns(c, me, args.part_out, slot * args.slot_rows, live)
     else:
         for e in cutlass.range_constexpr(columns):
             mine = row_of(me, e)
@@ -169,6 +168,22 @@ def finish_few(c: cutlass.Constexpr, me, smem, args, seg):
                 args.lse[row + mine] = lse
         store_rows(c, me, args.out, row, live)
     cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=128)  # sums may be overwritten
+
+
+@cute.jit
+def store_columns(c: cutlass.Constexpr, me, target, first, live):
+    """O^T as it is to fp32 rows of `target` from `first` on. Eight lanes hold eight neighbouring latents of a row, so
+    single words fill whole sectors. The code runs once a block, mostly cold: its length is what counts.
+    """
+    latent = me.tid // 32 * 16 + me.tid % 32 // 4
+    for e in cutlass.range_constexpr(c.rows // 4):
+        mine = row_of(me, e)
+        line = target.iterator + (first + mine).to(cutlass.Int64) * c.latent + latent
+        if mine < live:
+            for n in cutlass.range_constexpr(c.latent // CHUNK):
+                for v in cutlass.range_constexpr(2):
+                    word = cute.make_tensor(line + (n * CHUNK + v * 8), cute.make_layout(1))
+                    word[0] = me.blocks[n][(e % 2, v, e // 2), 0, 0]
 
 
 @cute.jit

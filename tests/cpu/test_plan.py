@@ -20,7 +20,7 @@ def test_sections_are_aligned_disjoint_and_large_enough() -> None:
     assert (plan.num_ctas, plan.slot_rows) == (132, 15)
     assert part_out.bytes == 2 * 132 * 15 * 512 * 4
     assert part_stat.bytes == 2 * 132 * 15 * 2 * 4
-    assert split_info.bytes == 132 * 4 * 4
+    assert split_info.bytes == 132 * 4 * 4 + HEAD_WORDS * 4
     end = 0
     for section in plan.sections:
         assert section.offset % ALIGNMENT == 0
