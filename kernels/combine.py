@@ -19,8 +19,7 @@ from .common.math import row_result
 from .common.work import MANY_CUTS, MAX_CTAS, NO_CUT, ONE_GROUP
 
 THREADS, WARPS, LANES = 256, 8, 32
-FEW = 8  # parts up to which a warp merges CHUNKS chunks of a row alone, with FLIGHT parts in flight beside the first
-CHUNKS, FLIGHT = 2, 2
+FEW, CHUNKS = 8, 2  # up to so many parts a warp merges so many chunks of a row alone
 COLUMNS = 128  # of a chunk: 4 a lane
 assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of decode
 # what combine takes of decode's arguments
@@ -71,14 +70,14 @@ def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, 
         split, row, column = find_item(args, s_split, Int32(0), item, c.latent // width)
         column = column * width + lane * 4
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, column, Int32(0), 1, CHUNKS, FLIGHT)
+            acc, stat = merge(c, args, split, row, column, Int32(0), 1, CHUNKS, c.merge_flight[0])
             store(c, args, acc, stat, split.row + row, column)
     width, streams = c.merge_lanes * 4, THREADS // c.merge_lanes
     for item in cutlass.range(cta, s_count[1] * args.slot_rows * (c.latent // width), ctas, unroll=1):
         split, row, column = find_item(args, s_split, s_count[0], item, c.latent // width)
         column = column * width + lane % c.merge_lanes * 4
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, column, tid // c.merge_lanes, streams, 1, c.merge_flight)
+            acc, stat = merge(c, args, split, row, column, tid // c.merge_lanes, streams, 1, c.merge_flight[1])
             if const_expr(c.merge_lanes == LANES // 2):
                 merge_halves(acc, stat)
             merge_warps(c, s_acc, s_stat, acc, stat, warp_idx, lane)

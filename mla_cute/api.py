@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_cute import validate as checks
-from mla_cute.launch import Prepared, Views, capturing, prepare, run, size
+from mla_cute.launch import Bound, Prepared, capturing, prepare, run, size
 from mla_cute.plan import forced
 from mla_cute.problem import KV_LORA_RANK, LSE_BASES, QK_ROPE_HEAD_DIM, MLAProblem
 from mla_cute.validate import Call
@@ -94,8 +94,7 @@ def batch_mla_decode_with_paged_kv_cache(
     prepared = prepare(problem, query.device, forced())
     if validate and workspace_buffer is not None:
         checks.check_workspace(workspace_buffer, prepared.plan.workspace_bytes, query.device)
-    views = prepared.views(workspace_buffer)
-    return run(prepared, views, call, return_lse)
+    return run(prepared, prepared.bind(workspace_buffer), call, return_lse)
 
 
 class BatchMLADecodePagedTSWrapper:
@@ -108,7 +107,7 @@ class BatchMLADecodePagedTSWrapper:
 
     def __init__(self) -> None:
         self._prepared: Prepared | None = None
-        self._views: Views | None = None
+        self._bound: Bound | None = None
         self._workspace: Tensor | None = None
 
     @property
@@ -176,8 +175,8 @@ class BatchMLADecodePagedTSWrapper:
         prepared = prepare(problem, target, forced())
         if validate and workspace_buffer is not None:
             checks.check_workspace(workspace_buffer, prepared.plan.workspace_bytes, target)
-        views = prepared.views(workspace_buffer)
-        self._prepared, self._views, self._workspace = prepared, views, workspace_buffer
+        bound = prepared.bind(workspace_buffer)
+        self._prepared, self._bound, self._workspace = prepared, bound, workspace_buffer
 
     def run(
         self,
@@ -205,23 +204,25 @@ class BatchMLADecodePagedTSWrapper:
         Raises RuntimeError before plan(), and where a CUDA graph is captured with validate=True; else as plan().
         """
         prepared = self._planned()
-        problem = prepared.problem
-        call = Call(query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, out, lse)
-        if problem.lse_mode == "none" and (return_lse or lse is not None):
+        call = (query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, out, lse)
+        if (return_lse or lse is not None) and prepared.problem.lse_mode == "none":
             raise ValueError("lse and return_lse need a plan with lse_mode 'base2' or 'basee', it has 'none'")
-        if problem.packed and qo_indptr is None:
+        if qo_indptr is None and prepared.problem.packed:
             raise ValueError("qo_indptr must be given, as the plan has packed_query=True")
         if validate is not False:
             checks.check_bool("validate", validate)
             checks.check_bool("return_lse", return_lse)
-            if qo_indptr is not None and not problem.packed:
-                raise ValueError("qo_indptr must be None, as the plan has packed_query=False")
-            if capturing(prepared.device):
-                raise RuntimeError("run() can be captured in a CUDA graph only with validate=False")
-            checks.check_ranks(call)
-            checks.check_run(problem, prepared.device, call, self._workspace)
-            checks.check_metadata(problem, call)
-        return run(prepared, self._views, call, return_lse)
+            self._check(prepared, Call(*call))
+        return run(prepared, self._bound, call, return_lse)
+
+    def _check(self, prepared: Prepared, call: Call) -> None:
+        if call.qo_indptr is not None and not prepared.problem.packed:
+            raise ValueError("qo_indptr must be None, as the plan has packed_query=False")
+        if capturing(prepared.device):
+            raise RuntimeError("run() can be captured in a CUDA graph only with validate=False")
+        checks.check_ranks(call)
+        checks.check_run(prepared.problem, prepared.device, call, self._workspace)
+        checks.check_metadata(prepared.problem, call)
 
     def _planned(self) -> Prepared:
         if self._prepared is None:

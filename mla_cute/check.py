@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -46,12 +47,12 @@ def rows() -> Iterator[Row]:
     for page_size in PAGE_SIZES:
         edges = (page_size - 1, page_size, page_size + 1, 1000, 1)
         yield Row(f"page size {page_size}", edges, case={"page_size": page_size})
-    for in_dtype in DTYPES:
-        for out_dtype in DTYPES:
-            for page_size in (16, 32, 64):
-                name = f"{in_dtype} in, {out_dtype} out, page size {page_size}"
-                yield Row(name, (513, 100), "random", in_dtype, out_dtype, "basee", {"page_size": page_size})
-    for heads in (1, 8, 65, 128):
+    kernels = itertools.product(DTYPES, DTYPES, (16, 32, 64), (8, 16, 32, 64))
+    for in_dtype, out_dtype, page_size, heads in kernels:
+        name = f"{in_dtype} to {out_dtype}, page size {page_size}, {heads} heads"
+        how = {"page_size": page_size, "num_heads": heads}
+        yield Row(name, (513, 100), "random", in_dtype, out_dtype, "basee", how)
+    for heads in (1, 65, 128):
         yield Row(f"{heads} heads", (700, 64), case={"num_heads": heads})
     for mask_type in ("causal", "dense"):
         yield Row(f"4 query tokens, {mask_type}", (4, 129, 700), case={"q_lens": 4, "mask_type": mask_type})

@@ -35,7 +35,7 @@ def info(json_file: Any) -> None:
     """Show what is here, and where each kernel would come from.
 
     Lists the GPU, the driver, the packages found and the shipped kernels. Needs neither a GPU nor the CuTe DSL, and
-    compiles nothing. "needs compilation" means that the first use of the kernel takes 10 to 20 seconds; the result is
+    compiles nothing. "needs compilation" means that the first use of the kernel takes 5 to 20 seconds; the result is
     kept in the cache folder.
     """
     from mla_cute.info import collect
@@ -58,7 +58,7 @@ def check(device: str | None, select: str, json_file: Any) -> None:
     """Compute a table of cases, and compare the answers.
 
     Each case is compared with a plain fp64 formula. On a GPU this checks the kernels (compiling those that are not
-    there yet, 10 to 20 seconds a kernel), without one the reference implementation. Prints a line a case. Exit status
+    there yet, 5 to 20 seconds a kernel), without one the reference implementation. Prints a line a case. Exit status
     0: all passed, 1: not all.
     """
     import torch
@@ -91,7 +91,7 @@ def check(device: str | None, select: str, json_file: Any) -> None:
 def aot_group() -> None:
     """Compile kernels ahead of time.
 
-    For servers that must not wait for a compiler (10 to 20 seconds a kernel), and for machines without one. A machine
+    For servers that must not wait for a compiler (5 to 20 seconds a kernel), and for machines without one. A machine
     that loads a bundle needs neither a compiler nor cutlass, but apache-tvm-ffi and the CuTe DSL's run-time library
     libcute_dsl_runtime.so, which MLA_CUTE_DSL_RUNTIME names where nvidia-cutlass-dsl is not installed.
     """

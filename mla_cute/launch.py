@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,28 @@ from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, MLAProblem
 from mla_cute.reference import decode_reference
 from mla_cute.validate import LOG2_E, TORCH_DTYPES, Call, real
 
-LSE_SCALE = {"base2": 1.0, "basee": math.log(2)}  # factor on the log2 that kernels compute
-Views = tuple[Tensor, Tensor, Tensor, Tensor]
+LSE_SCALE = {"none": 0.0, "base2": 1.0, "basee": math.log(2)}  # factor on the log2 that kernels compute
 _loaded: set[tuple[str, torch.device]] = set()  # kernels whose CUDA module is on the device
+# The fields of Call. run(validate=False) passes a plain tuple, which takes less time to make.
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, float, float, Tensor | None, Tensor | None]
+
+
+class Bound(NamedTuple):
+    """What a kernel is given alike at every run: see kernels/common/abi.py. The tensors are tvm-ffi's, since to convert
+    one of torch's at each launch takes 0.1 us.
+    """
+
+    part_out: Any
+    part_stat: Any
+    split_info: Any
+    no_lse: Any  # stands where no LSE is wanted
+    seq_len_q: int
+    causal: int
+    max_kv_len: int
+    slot_rows: int
+    num_ctas: int
+    team: int
+    lse_scale: float
 
 
 @dataclass(frozen=True)
@@ -35,19 +54,39 @@ class Prepared:
     kernel: str
     launch: Callable[..., Any] | None
 
-    def views(self, workspace: Tensor | None) -> Views | None:
-        """Sections of a workspace, allocated if not given, as kernels take them; last a rank-3 stand-in for no LSE."""
+    def bind(self, workspace: Tensor | None) -> Bound | None:
+        """With a workspace, allocated if not given. None: the reference needs none."""
         if self.launch is None:
             return None
+        problem, plan = self.problem, self.plan
         if workspace is None:
-            workspace = torch.empty(self.plan.workspace_bytes, dtype=torch.int8, device=self.device)
+            workspace = torch.empty(plan.workspace_bytes, dtype=torch.int8, device=self.device)
         flat = workspace.view(-1)
         dtypes = (torch.float32, torch.float32, torch.int32)
         part_out, part_stat, split_info = (
             flat[section.offset : section.offset + section.bytes].view(dtype)
-            for section, dtype in zip(self.plan.sections, dtypes, strict=True)
+            for section, dtype in zip(plan.sections, dtypes, strict=True)
         )
-        return part_out, part_stat, split_info, part_stat.view(1, 1, -1)
+        return Bound(
+            part_out=converted(part_out),
+            part_stat=converted(part_stat),
+            split_info=converted(split_info),
+            no_lse=converted(part_stat.view(1, 1, -1)),
+            seq_len_q=0 if problem.packed else problem.max_seq_len_q,
+            causal=int(problem.mask_type == "causal"),
+            max_kv_len=problem.max_kv_len,
+            slot_rows=plan.slot_rows,
+            num_ctas=plan.num_ctas,
+            team=plan.team,
+            lse_scale=LSE_SCALE[problem.lse_mode],
+        )
+
+
+def converted(tensor: Tensor) -> Any:
+    """The same memory as tvm-ffi's tensor."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(tensor)
 
 
 def prepare(problem: MLAProblem, device: torch.device, ctas: int | None) -> Prepared:
@@ -82,7 +121,7 @@ def _load(prepared: Prepared) -> None:
     query = zeros(1, 1, 1, HEAD_DIM, dtype=TORCH_DTYPES[smallest.q_dtype])
     kv_cache = zeros(1, smallest.page_size, HEAD_DIM, dtype=TORCH_DTYPES[smallest.kv_dtype])
     metadata = zeros(1, 1, dtype=torch.int32), zeros(1, dtype=torch.int32)
-    run(tiny, tiny.views(None), Call(query, kv_cache, *metadata, None, 1.0, 1.0, None, None), return_lse=False)
+    run(tiny, tiny.bind(None), (query, kv_cache, *metadata, None, 1.0, 1.0, None, None), return_lse=False)
 
 
 def capturing(device: torch.device) -> bool:
@@ -102,30 +141,74 @@ def size(problem: MLAProblem, device: torch.device) -> Plan:
     return make_plan(problem, dispatch.select(problem, capability(device)), sm_count(device))
 
 
-def run(prepared: Prepared, views: Views | None, call: Call, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """Every public path ends here. Nothing in it waits for a GPU."""
-    problem, query, out, lse = prepared.problem, call.query, call.out, call.lse
+def run(prepared: Prepared, bound: Bound | None, call: Arguments, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Every public path ends here. Nothing in it waits for a GPU. A serving loop pays for each line of it."""
+    query, _, _, _, qo_indptr, _, _, out, lse = call
     if out is None:
-        dtype = TORCH_DTYPES[problem.out_dtype]
+        dtype = TORCH_DTYPES[prepared.problem.out_dtype]
         out = torch.empty((*query.shape[:-1], KV_LORA_RANK), dtype=dtype, device=query.device)
     if lse is None and return_lse:
         lse = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
-    requests = call.qo_indptr.shape[0] - 1 if problem.packed and call.qo_indptr is not None else query.shape[0]
-    if requests == 0 or query.shape[0] == 0:
+    requests = rows = query.shape[0]
+    if qo_indptr is not None and prepared.problem.packed:
+        requests = qo_indptr.shape[0] - 1
+    if requests == 0 or rows == 0:
         with torch.no_grad():
             out.zero_()  # packed rows that belong to no request, if any
             if lse is not None:
                 lse.fill_(-math.inf)
-    elif prepared.launch is None or views is None:
-        _run_reference(problem, call, out, lse)
+    elif prepared.launch is None or bound is None:
+        _run_reference(prepared.problem, Call(*call), out, lse)
+    elif torch.accelerator.current_device_index() == prepared.device.index:
+        _launch(prepared.launch, bound, call, out, lse, requests)
     else:
-        arguments = launch_arguments(prepared, views, call, out, lse, requests)
-        if torch.cuda.current_device() == prepared.device.index:
-            prepared.launch(*arguments)
-        else:
-            with torch.cuda.device(prepared.device):
-                prepared.launch(*arguments)
+        with torch.cuda.device(prepared.device):
+            _launch(prepared.launch, bound, call, out, lse, requests)
     return (out, lse) if return_lse and lse is not None else out
+
+
+def _launch(
+    launch: Callable[..., Any], bound: Bound, call: Arguments, out: Tensor, lse: Tensor | None, requests: int
+) -> None:
+    query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, _, _ = call
+    part_out, part_stat, split_info, given_lse, seq_len_q, causal, max_kv_len, slot_rows, num_ctas, team, lse_scale = (
+        bound
+    )
+    if not seq_len_q:  # packed
+        query, out = query[None], out[None]  # unsqueeze takes a third longer
+    else:
+        qo_indptr = split_info  # not read
+    if lse is None:
+        lse_scale = 0.0
+    else:
+        given_lse = lse if seq_len_q else lse[None]
+    shape = kv_cache.shape
+    if len(shape) == 4:
+        kv_cache = kv_cache.squeeze(1)
+    if shape[0] == 1:
+        kv_cache = kv_cache[0][None]  # TMA checks the page stride, which may be anything where there is one page
+    launch(
+        query,
+        kv_cache,
+        block_tables,
+        seq_lens,
+        qo_indptr,
+        out,
+        given_lse,
+        part_out,
+        part_stat,
+        split_info,
+        requests,
+        seq_len_q,
+        causal,
+        max_kv_len,
+        slot_rows,
+        num_ctas,
+        team,
+        bmm1_scale * LOG2_E,  # without float(), which waits for a CUDA tensor: the kernel refuses one
+        bmm2_scale * 1.0,
+        lse_scale,
+    )
 
 
 @torch.no_grad()
@@ -147,45 +230,3 @@ def _run_reference(problem: MLAProblem, call: Call, out: Tensor, lse: Tensor | N
     out.copy_(result)
     if lse is not None:
         lse.copy_(result_lse)
-
-
-def launch_arguments(
-    prepared: Prepared, views: Views, call: Call, out: Tensor, lse: Tensor | None, requests: int
-) -> tuple[Any, ...]:
-    """In the order of kernels/common/abi.py."""
-    problem, plan = prepared.problem, prepared.plan
-    part_out, part_stat, split_info, no_lse = views
-    query, kv_cache, qo_indptr = call.query, call.kv_cache, call.qo_indptr
-    lse_scale = 0.0 if lse is None else LSE_SCALE[problem.lse_mode]
-    if problem.packed:
-        query, out = query.unsqueeze(0), out.unsqueeze(0)
-        lse = no_lse if lse is None else lse.unsqueeze(0)
-    else:
-        qo_indptr = call.seq_lens  # not read
-        lse = no_lse if lse is None else lse
-    if kv_cache.ndim == 4:
-        kv_cache = kv_cache.squeeze(1)
-    if kv_cache.shape[0] == 1:
-        kv_cache = kv_cache[0].unsqueeze(0)  # TMA checks the page stride, which may be anything where there is one page
-    return (
-        query,
-        kv_cache,
-        call.block_tables,
-        call.seq_lens,
-        qo_indptr,
-        out,
-        lse,
-        part_out,
-        part_stat,
-        split_info,
-        requests,
-        0 if problem.packed else problem.max_seq_len_q,
-        int(problem.mask_type == "causal"),
-        problem.max_kv_len,
-        plan.slot_rows,
-        plan.num_ctas,
-        plan.team,
-        call.bmm1_scale * LOG2_E,  # without float(), which waits for a CUDA tensor: the kernel refuses one
-        call.bmm2_scale * 1.0,
-        lse_scale,
-    )

@@ -34,10 +34,10 @@ class Tiling(Protocol):
 
 @dataclass(frozen=True)
 class LargestTiling:
-    """Needs no less workspace than any kernel's: sizes plans where there is no GPU."""
+    """Needs no less workspace than any kernel's: sizes all of them, and plans where there is no GPU."""
 
     rows: int = 64
-    tile_tokens: int = 128
+    tile_tokens: int = 64
     block_cost: int = 2
 
 
@@ -56,38 +56,51 @@ class Plan:
     num_ctas: int
     slot_rows: int
     team: int = 1  # CTAs that take neighbouring row tiles of a request together
+    room: int = 1  # CTAs that the workspace has room for, if more than num_ctas
 
     @property
     def sections(self) -> tuple[Section, Section, Section]:
         """part_out (fp32), part_stat (fp32), split_info (int32), in this order."""
-        part_rows = 2 * self.num_ctas * self.slot_rows
-        offset, sections = 0, []
-        for elements in (part_rows * KV_LORA_RANK, part_rows * 2, self.num_ctas * 4 + HEAD_WORDS):
-            sections.append(Section(offset, 4 * elements))
-            offset += -(-4 * elements // ALIGNMENT) * ALIGNMENT
-        return sections[0], sections[1], sections[2]
+        return _sections(self.num_ctas, self.slot_rows)
 
     @property
     def workspace_bytes(self) -> int:
-        last = self.sections[-1]
+        last = _sections(max(self.num_ctas, self.room), self.slot_rows)[-1]
         return last.offset + last.bytes
 
 
+def _sections(ctas: int, slot_rows: int) -> tuple[Section, Section, Section]:
+    part_rows = 2 * ctas * slot_rows
+    offset, sections = 0, []
+    for elements in (part_rows * KV_LORA_RANK, part_rows * 2, ctas * 4 + HEAD_WORDS):
+        sections.append(Section(offset, 4 * elements))
+        offset += -(-4 * elements // ALIGNMENT) * ALIGNMENT
+    return sections[0], sections[1], sections[2]
+
+
 def make_plan(problem: MLAProblem, tiling: Tiling, sm_count: int) -> Plan:
-    """Size a launch. Never smaller for a larger batch_size, max_seq_len_q or max_kv_len.
+    """Size a launch. Never less workspace for a larger batch_size, max_seq_len_q or max_kv_len, though these may bring
+    another kernel whose steps are longer, hence its CTAs fewer: there is room for as many as with the shortest steps.
 
     Raises UnsupportedProblem where the kernel could not count its tiles in int32.
     """
     rows = problem.max_seq_len_q * problem.num_heads
-    row_tiles, kv_tiles = -(-rows // tiling.rows), -(-problem.max_kv_len // tiling.tile_tokens)
-    units = problem.batch_size * row_tiles * kv_tiles
+    row_tiles, units = -(-rows // tiling.rows), _units(problem, tiling)
     if units + problem.batch_size * row_tiles * tiling.block_cost > INT32_MAX:
         raise UnsupportedProblem(
             f"batch_size={problem.batch_size}, max_seq_len_q={problem.max_seq_len_q}, num_heads={problem.num_heads}, "
             f"max_kv_len={problem.max_kv_len} make {units} tiles; at most {INT32_MAX} can be counted"
         )
-    num_ctas = _forced.get() or max(1, min(units, sm_count, MAX_CTAS))
-    return Plan(num_ctas, min(tiling.rows, rows), best_team(row_tiles, num_ctas))
+    num_ctas, room = (
+        _forced.get() or max(1, min(count, sm_count, MAX_CTAS)) for count in (units, _units(problem, LargestTiling()))
+    )
+    return Plan(num_ctas, min(tiling.rows, rows), best_team(row_tiles, num_ctas), room)
+
+
+def _units(problem: MLAProblem, tiling: Tiling) -> int:
+    """Units of work at most: more CTAs than that have nothing to do."""
+    row_tiles = -(-problem.max_seq_len_q * problem.num_heads // tiling.rows)
+    return problem.batch_size * row_tiles * -(-problem.max_kv_len // tiling.tile_tokens)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ CAPABILITIES = ((9, 0),)
 KERNEL = "mla_cute.kernels.sm90.decode:Decode"
 DTYPES = ("bf16", "fp16")
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory a CTA may have on sm_90
-FEW_ROWS = (8, 16, 24, 32)
+FEW_ROWS = (8, 16, 24, 32)  # what the few-row kernel compiles for; rows_for picks among SHIPPED_FEW
+SHIPPED_FEW = (8, 16, 32)
 
 
 class Barrier(IntEnum):
@@ -122,9 +123,9 @@ class DecodeConfig:
         return 16 if self.few else 32
 
     @property
-    def merge_flight(self) -> int:
-        """See combine.py; bound by the registers that merge_ctas leaves."""
-        return 8 if self.few else 3
+    def merge_flight(self) -> tuple[int, int]:
+        """Parts of few and of many that a warp of combine has in flight beside the first, as registers allow."""
+        return (7, 8) if self.few else (2, 3)
 
     @property
     def rings(self) -> dict[str, Ring]:
@@ -193,15 +194,28 @@ def refuse(problem: MLAProblem) -> str | None:
 
 
 def rows_for(problem: MLAProblem) -> int:
-    """The smallest kernel that holds a request's rows in one block: each row that is not there costs tensor time."""
+    """The smallest shipped block that holds all rows of a request, so that its tokens are read once; else 64.
+
+    H200, us, few rows against 64: (1, 1, 16, 4096) 13.7 / 16.6, (1, 1, 16, 32768) 23.3 / 28.3, (16, 1, 16, 4096)
+    34.7 / 38.8, (1, 1, 32, 32768) 28.2 / 30.2, (128, 1, 16, 8192) 288.8 / 289.7. With more rows, blocks of 32 lose:
+    (1, 1, 64, 32768) 31.7 / 29.6, (1, 1, 128, 4096) 27.5 / 19.4. 8 rows against 16: (1, 1, 8, 32768) 24.6 / 25.9,
+    (16, 1, 8, 4096) 34.4 / 35.6; 24 against 32 gain 1%, and are not shipped.
+    """
     rows = problem.max_seq_len_q * problem.num_heads
-    return next((n for n in FEW_ROWS if rows <= n), 64)
+    return next((n for n in SHIPPED_FEW if rows <= n), 64)
 
 
 def config_for(problem: MLAProblem) -> DecodeConfig:
-    return DecodeConfig(problem.q_dtype, problem.out_dtype, min(problem.page_size, DecodeConfig.tile))
+    page_rows = min(problem.page_size, DecodeConfig.tile)
+    return DecodeConfig(problem.q_dtype, problem.out_dtype, page_rows, rows_for(problem))
 
 
 def shipped() -> tuple[DecodeConfig, ...]:
     """Every kernel of this architecture."""
-    return tuple(DecodeConfig(i, o, p) for i in DTYPES for o in DTYPES for p in (16, 32, 64))
+    return tuple(
+        DecodeConfig(i, o, p, rows)
+        for rows in (64, *reversed(SHIPPED_FEW))
+        for i in DTYPES
+        for o in DTYPES
+        for p in (16, 32, 64)
+    )

@@ -337,7 +337,7 @@ def test_a_failed_plan_leaves_the_old_one(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(error):
             wrapper.plan(**case.plan() | change)
         assert torch.equal(wrapper.run(*case.tensors), good)
-    monkeypatch.setattr(launch.Prepared, "views", lambda *_: 1 / 0)  # as if memory had run out
+    monkeypatch.setattr(launch.Prepared, "bind", lambda *_: 1 / 0)  # as if memory had run out
     with pytest.raises(ZeroDivisionError):
         wrapper.plan(**case.plan(batch_size=1))
     assert torch.equal(wrapper.run(*case.tensors), good)

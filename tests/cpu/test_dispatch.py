@@ -7,7 +7,7 @@ import importlib.util
 import itertools
 
 import pytest
-from mla_cute.kernels.sm90.config import SMEM_LIMIT, DecodeConfig, rows_for
+from mla_cute.kernels.sm90.config import FEW_ROWS, SMEM_LIMIT, DecodeConfig
 
 from mla_cute import dispatch
 from mla_cute.errors import UnsupportedProblem
@@ -22,18 +22,19 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 def test_every_supported_problem_gets_a_shipped_kernel() -> None:
     shipped = set(dispatch.shipped("sm_90a"))
     seen = set()
-    for in_dtype, out_dtype, page_size in itertools.product(DTYPES, DTYPES, PAGE_SIZES):
-        problem = dataclasses.replace(
-            PROBLEM, q_dtype=in_dtype, kv_dtype=in_dtype, out_dtype=out_dtype, page_size=page_size
-        )
+    heads, tokens = (1, 2, 8, 12, 16, 17, 24, 32, 33, 40, 64, 128), (1, 2, 3, 4, 8)
+    for in_dtype, out_dtype, page_size, h, sq in itertools.product(DTYPES, DTYPES, PAGE_SIZES, heads, tokens):
+        problem = MLAProblem(4, h, sq, 4096, page_size, False, "causal", in_dtype, in_dtype, out_dtype)
         seen.add(dispatch.select(problem, HOPPER))
     assert seen == shipped, "a kernel is shipped that no problem selects, or selected but not shipped"
 
 
 def test_the_config_depends_on_nothing_that_changes_between_batches() -> None:
+    """Of the heads and query tokens of a request only how many rows a block needs."""
     config = dispatch.select(PROBLEM, HOPPER)
     for changes in (
-        {"batch_size": 4097, "num_heads": 65, "max_seq_len_q": 9, "max_kv_len": 10**6},
+        {"batch_size": 4097, "max_kv_len": 10**6},
+        {"num_heads": 3, "max_seq_len_q": 5},
         {"packed": True},
         *({"mask_type": mask} for mask in MASKS),
         *({"lse_mode": mode} for mode in LSE_MODES),
@@ -55,11 +56,17 @@ def test_every_kernel_is_well_named_and_has_its_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "tokens", "rows"), [(1, 1, 8), (8, 1, 8), (3, 3, 16), (16, 1, 16), (24, 1, 24), (8, 4, 32), (33, 1, 64)]
+    ("heads", "tokens", "rows"),
+    [(1, 1, 16), (3, 5, 16), (16, 1, 16), (17, 1, 32), (8, 4, 32), (11, 3, 64), (64, 1, 64), (128, 8, 64)],
 )
 def test_the_smallest_hopper_kernel_that_holds_a_request(heads: int, tokens: int, rows: int) -> None:
-    problem = dataclasses.replace(PROBLEM, num_heads=heads, max_seq_len_q=tokens)
-    assert rows_for(problem) == rows
+    for packed in (False, True):
+        problem = dataclasses.replace(PROBLEM, num_heads=heads, max_seq_len_q=tokens, packed=packed)
+        assert dispatch.select(problem, HOPPER) == DecodeConfig("bf16", "bf16", 64, rows)
+
+
+@pytest.mark.parametrize("rows", [*FEW_ROWS, 64])
+def test_hopper_resources(rows: int) -> None:
     config = DecodeConfig("bf16", "bf16", 64, rows)
     assert config.smem_bytes + 2048 <= SMEM_LIMIT
     math_threads = 32 * config.math_warps

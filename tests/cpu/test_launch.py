@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from mla_cute.kernels.common import abi
+from mla_cute.kernels.common.work import HEAD_WORDS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack
 
 import mla_cute
 from mla_cute import api, compile, dispatch, launch
@@ -57,9 +60,9 @@ def test_what_a_kernel_is_given(q_lens: int | Sequence[int], lse_mode: str, monk
     out = poisoned(*case.query.shape[:-1], 512, dtype=torch.bfloat16)
     lse = None if lse_mode == "none" else torch.zeros(case.query.shape[:-1])
     prepared, received = recorder(problem_of(case, lse_mode), ctas=3)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: prepared.device.index)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: prepared.device.index)
     result = launch.run(
-        prepared, prepared.views(None), call_of(case, kv_cache=case.kv_cache[:, None], out=out, lse=lse), False
+        prepared, prepared.bind(None), call_of(case, kv_cache=case.kv_cache[:, None], out=out, lse=lse), False
     )
     assert result is out
     given = dict(zip(abi.ARGUMENTS, received, strict=True))
@@ -68,14 +71,15 @@ def test_what_a_kernel_is_given(q_lens: int | Sequence[int], lse_mode: str, monk
     assert given["out"].shape == (*shape[:-1], 512) and given["out"].data_ptr() == out.data_ptr()
     assert given["kv_cache"].shape == case.kv_cache.shape
     assert given["block_tables"] is case.block_tables and given["seq_lens"] is case.seq_lens
-    assert given["qo_indptr"] is (case.qo_indptr if packed else case.seq_lens)
+    assert given["qo_indptr"] is (case.qo_indptr if packed else given["split_info"])
+    given = {name: from_dlpack(value) if hasattr(value, "__dlpack__") else value for name, value in given.items()}
     assert given["lse"].ndim == 3 and given["lse"].dtype == torch.float32
     assert lse is None or given["lse"].data_ptr() == lse.data_ptr()
     slot_rows = 20 if packed else 10
     for name, elements, dtype in (
         ("part_out", 2 * 3 * slot_rows * 512, torch.float32),
         ("part_stat", 2 * 3 * slot_rows * 2, torch.float32),
-        ("split_info", 3 * 4, torch.int32),
+        ("split_info", 3 * 4 + HEAD_WORDS, torch.int32),
     ):
         assert given[name].shape == (elements,) and given[name].dtype == dtype
     assert (given["batch"], given["seq_len_q"], given["causal"]) == (4, 0 if packed else 2, 1)
@@ -85,18 +89,43 @@ def test_what_a_kernel_is_given(q_lens: int | Sequence[int], lse_mode: str, monk
     assert given["lse_scale"] == {"none": 0.0, "base2": 1.0, "basee": math.log(2)}[lse_mode]
 
 
+class Operations(TorchDispatchMode):
+    """Names of torch's operations within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("q_lens", "expected"), [(2, []), ((2, 1), ["unsqueeze"] * 3)])
+def test_a_run_with_its_outputs_given_is_little_more_than_a_launch(
+    q_lens: int | Sequence[int], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case("uniform", (5, 7), q_lens=q_lens)
+    prepared, received = recorder(problem_of(case, "base2"), ctas=1)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: prepared.device.index)
+    bound, call = prepared.bind(None), call_of(case, out=case.query[..., :512].clone(), lse=case.query[..., 0].float())
+    with Operations() as done:
+        launch.run(prepared, bound, call, False)
+    assert received and done.names == expected
+
+
 def test_scales_reach_a_kernel_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case("uniform", (5,))
     prepared, received = recorder(problem_of(case), ctas=1)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: prepared.device.index)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: prepared.device.index)
     first = abi.ARGUMENTS.index("scale_log2")
     for scale in (2, 2.0):
-        launch.run(prepared, prepared.views(None), call_of(case, bmm1_scale=scale, bmm2_scale=scale), False)
+        launch.run(prepared, prepared.bind(None), call_of(case, bmm1_scale=scale, bmm2_scale=scale), False)
         assert received[first : first + 2] == [2 * math.log2(math.e), 2.0]
         assert all(type(value) is float for value in received[first:])
         received.clear()
     away = torch.ones(1, device="meta")  # has no value to wait for: reading it is an error
-    launch.run(prepared, prepared.views(None), call_of(case, bmm1_scale=away, bmm2_scale=away), False)
+    launch.run(prepared, prepared.bind(None), call_of(case, bmm1_scale=away, bmm2_scale=away), False)
     assert all(isinstance(value, torch.Tensor) for value in received[first : first + 2])
 
 
@@ -106,10 +135,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     launches: list[dict[str, Any]] = []
     kernel = lambda *given: launches.append(dict(zip(abi.ARGUMENTS, given, strict=True)))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: META.index)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: META.index)
     monkeypatch.setattr(launch, "capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "sm_count", lambda device: 132)
     monkeypatch.setattr(compile, "get", lambda config: kernel)
+    monkeypatch.setattr(launch, "converted", lambda tensor: tensor)
     monkeypatch.setattr(launch, "_loaded", set())
     launch._prepare.cache_clear()
     yield launches
@@ -131,20 +161,21 @@ def test_a_kernel_is_launched_on_nothing_when_it_is_prepared(
         "kv_cache": (1, 128, 576),
         "block_tables": (1, 1),
         "seq_lens": (1,),
-        "qo_indptr": (1,),
+        "qo_indptr": (4 + HEAD_WORDS,),
         "out": (1, 1, 1, 512),
         "part_out": (1024,),
         "part_stat": (4,),
-        "split_info": (4,),
+        "split_info": (4 + HEAD_WORDS,),
     }
     assert given["lse"].ndim == 3 and given["lse_scale"] == 0.0
     numbers = {name: given[name] for name in ("batch", "seq_len_q", "max_kv_len", "slot_rows", "num_ctas", "team")}
     assert set(numbers.values()) == {1}
     assert launch.prepare(problem, META, None) is prepared
-    launch.prepare(dataclasses.replace(problem, max_kv_len=4096, num_heads=5), META, None)
+    launch.prepare(dataclasses.replace(problem, max_kv_len=4096, num_heads=12), META, None)
     assert len(fake_gpu) == 1, "once a kernel and device"
     launch.prepare(dataclasses.replace(problem, page_size=16), META, None)
-    assert len(fake_gpu) == 2
+    launch.prepare(dataclasses.replace(problem, num_heads=5), META, None)
+    assert len(fake_gpu) == 3
 
 
 def test_nothing_is_launched_during_a_capture(fake_gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,18 +191,19 @@ def test_nothing_is_launched_during_a_capture(fake_gpu: list[dict[str, Any]], mo
 def test_nothing_is_launched_without_work() -> None:
     for case in (make_case("random", (), max_kv_len=64), make_case("random", (5,), q_lens=(0,))):
         prepared, received = recorder(problem_of(case), ctas=1)
-        launch.run(prepared, prepared.views(None), call_of(case), False)
+        launch.run(prepared, prepared.bind(None), call_of(case), False)
         assert not received
 
 
-def test_a_single_page_gets_a_stride_that_tma_takes() -> None:
-    case = make_case("random", (40,), page_size=64, pool_factor=1)
-    call = call_of(case, kv_cache=case.kv_cache.as_strided((1, 64, 576), (1, 576, 1)))
-    prepared, _ = recorder(problem_of(case), ctas=1)
-    views = prepared.views(None)
-    assert views is not None
-    given = launch.launch_arguments(prepared, views, call, case.query, None, 1)
-    assert given[1].stride() == (64 * 576, 576, 1)
+def test_a_single_page_gets_a_stride_that_tma_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("random", [40, 7], page_size=64, pool_factor=1)
+    prepared, received = recorder(problem_of(case), ctas=1)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: prepared.device.index)
+    one_page = case.kv_cache.as_strided((1, 64, 576), (1, 576, 1))
+    for kv_cache in (one_page, one_page[:, None]):
+        launch.run(prepared, prepared.bind(None), call_of(case, kv_cache=kv_cache), False)
+        assert received[1].shape == (1, 64, 576) and received[1].stride() == (64 * 576, 576, 1)
+        received.clear()
 
 
 def test_plans_are_cached_by_problem_and_forced_ctas() -> None:

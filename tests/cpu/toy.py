@@ -23,6 +23,7 @@ class ToyConfig:
     latent: ClassVar[int] = 512
     rows: ClassVar[int] = 64
     tile_tokens: ClassVar[int] = 128
+    block_cost: ClassVar[int] = 2
 
     @property
     def name(self) -> str:

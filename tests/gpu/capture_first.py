@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import sys
 
 import torch
@@ -10,14 +11,14 @@ import torch
 from mla_cute.problem import KV_LORA_RANK
 from mla_cute.testing import make_case, poisoned
 
-from .harness import check, planned
+from .harness import ROWS, check, planned
 
 
 def main() -> int:
     faulthandler.dump_traceback_later(130, exit=True)
     device = torch.device("cuda", torch.cuda.current_device())
-    for page_size in (16, 32, 64):  # a kernel each
-        case = make_case("random", [300, 0, 65], page_size=page_size, device=device)
+    for page_size, heads in itertools.product((16, 32, 64), ROWS):  # a kernel each
+        case = make_case("random", [300, 0, 65], num_heads=heads, page_size=page_size, device=device)
         rows = case.query.shape[:-1]
         out = poisoned(*rows, KV_LORA_RANK, dtype=case.query.dtype, device=device)
         lse = poisoned(*rows, dtype=torch.float32, device=device)
@@ -26,7 +27,7 @@ def main() -> int:
             wrapper.run(*case.tensors, **case.run(out=out, lse=lse, validate=False))
         graph.replay()
         check(case, out, lse)
-        print(f"pages of {page_size}: right", flush=True)
+        print(f"pages of {page_size}, {heads} heads: right", flush=True)
     return 0
 
 

@@ -7,13 +7,21 @@ pytest tests/gpu --mla-device cpu   the same cases through the reference, at sma
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from mla_cute import compile, dispatch
+from mla_cute.device import arch_of, capability, may_compile
+
+from .harness import store
 
 HERE = Path(__file__).parent
 HANG_SECONDS = 150  # far above any test; a hung kernel would otherwise hold the machine for ever
@@ -56,6 +64,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def scaled(device: torch.device) -> Callable[[Any, Any], Any]:
     """scaled(on_gpu, on_cpu): the size to use."""
     return lambda on_gpu, on_cpu: on_gpu if device.type == "cuda" else on_cpu
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kernels(device: torch.device) -> None:
+    """Compile what is missing in several processes, before a test or a child with a time limit waits for it."""
+    if device.type != "cuda" or not may_compile() or find_spec("cutlass") is None:
+        return
+    arch = arch_of(capability(device))
+    ours = [config for config in dispatch.shipped() if config.arch == arch]
+    missing = [config for config in ours if compile.where(config) == "needs compilation"]
+    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(store, missing))
 
 
 @pytest.fixture(autouse=True)

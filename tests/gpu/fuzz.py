@@ -21,6 +21,7 @@ from .oracle import Rows, Sequences
 
 REPORT = 100  # launches between two synchronisations
 CTAS = (None, *range(1, 33))
+HEADS = (3, 6, 16)  # with 1, 3 and 5 query tokens: every kernel of few rows and of many, in both forms
 
 
 class Fuzz:
@@ -39,17 +40,19 @@ class Fuzz:
 
     def case(self, sequences: Sequences, picking: bool) -> Case:
         batch, mask = self.random.randint(1, self.batch), self.random.choice(MASKS)
-        lengths = self.lengths(batch)
+        lengths, heads = self.lengths(batch), self.random.choice(HEADS)
+        how: dict[str, Any] = {"num_heads": heads, "picking": picking, "mask_type": mask}
         if self.random.random() < 0.5:
             tokens = self.random.choice((1, 1, 3))
-            return sequences.case(lengths, q_lens=tokens, picking=picking, mask_type=mask)
+            return sequences.case(lengths, q_lens=tokens, **how)
         deltas = [self.random.choice((0, 1, 2, 5)) for _ in lengths]
         indptr = torch.tensor([0, *deltas], device=sequences.device).cumsum(0, dtype=torch.int32)
         total = sum(deltas) + self.random.choice((0, 0, 3))  # rows past the last request too
-        return sequences.case(lengths, q_lens=indptr, total_q=total, max_seq_len_q=5, picking=picking, mask_type=mask)
+        return sequences.case(lengths, q_lens=indptr, total_q=total, max_seq_len_q=5, **how)
 
     def wrapper(self, case: Case, ctas: int | None) -> Any:
-        key = (ctas, case.kv_cache.shape[1], case.qo_indptr is None, case.max_seq_len_q, case.mask_type)
+        form = case.qo_indptr is None, case.max_seq_len_q, case.query.shape[-2]
+        key = (ctas, case.kv_cache.shape[1], *form, case.mask_type)
         if key not in self.wrappers:
             full = replace(case, seq_lens=torch.empty(self.batch, dtype=torch.int32, device=case.query.device))
             self.wrappers[key] = planned(full, ctas=ctas)

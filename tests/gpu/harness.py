@@ -7,16 +7,26 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import mla_cute
+from mla_cute import compile, dispatch
 from mla_cute.plan import forced_ctas
 from mla_cute.problem import KV_LORA_RANK
 from mla_cute.testing import Case, Guarded, assert_close, assert_exact, assert_lse_close, expected_of
 
 COMPARED_BYTES = 1 << 28  # larger inputs are not copied for the comparison
 Result = tuple[Tensor, Tensor | None]
+# Query rows that kernels hold: with num_heads=rows // tokens, requests of `tokens` query tokens reach each kernel.
+ROWS = sorted({config.rows for config in dispatch.shipped()})
+each_kernel = pytest.mark.parametrize("rows", ROWS, ids="{} rows".format)
+
+
+def store(config: dispatch.KernelConfig) -> None:
+    """Compile a kernel into the cache."""
+    compile.get(config)
 
 
 def bits(tensor: Tensor) -> Tensor:

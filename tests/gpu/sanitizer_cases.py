@@ -24,6 +24,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "pages of 256": (make_case("random", [257, 1], page_size=256, num_heads=65), {"ctas": 3}),
     "empty requests, tables of -1": (make_case("uniform", [0, 0, 0]), {}),
     "packed": (make_case("random", [5, 3, 9, 0, 200], q_lens=(1, 3, 0, 2, 4), page_size=16), {"ctas": 5}),
+    "packed, few rows": (make_case("random", [5, 3, 9, 0, 200], q_lens=(1, 3, 0, 2, 4), num_heads=4), {"ctas": 5}),
     "more splits than tiles": (make_case("random", [65], num_heads=128), {"ctas": 33}),
     "a table row for each request": (make_case("random", [128] * 40, q_lens=3, num_heads=8, page_size=16), {}),
 }

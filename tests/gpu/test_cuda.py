@@ -15,7 +15,7 @@ import mla_cute
 from mla_cute.problem import KV_LORA_RANK
 from mla_cute.testing import Case, make_case, poisoned
 
-from .harness import bits, check, launch_and_check, planned, same_bits, workspace_bytes
+from .harness import bits, check, each_kernel, launch_and_check, planned, same_bits, workspace_bytes
 from .oracle import Rows, Sequences
 
 pytestmark = pytest.mark.cuda
@@ -59,9 +59,10 @@ def capture(call: Callable[[], None], stream: torch.cuda.Stream | None = None) -
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_g1_lengths_grow_between_replays(tokens: int, device: torch.device) -> None:
+@each_kernel
+def test_g1_lengths_grow_between_replays(tokens: int, rows: int, device: torch.device) -> None:
     sequences = Sequences(device, count=5, length=400)
-    case = sequences.case([1, 60, 0, 190, 128], q_lens=tokens)
+    case = sequences.case([1, 60, 0, 190, 128], q_lens=tokens, num_heads=rows // tokens)
     captured, eager = Call.of(case), Call.of(case)
     graph = capture(captured)
     grow = torch.tensor([1, 1, 0, 1, 1], dtype=torch.int32, device=device)
@@ -77,9 +78,10 @@ def test_g1_lengths_grow_between_replays(tokens: int, device: torch.device) -> N
     assert not torch.stack(wrong).nonzero().flatten().tolist(), "wrong replays"
 
 
-def test_g3_fewer_live_requests_than_captured(device: torch.device) -> None:
+@each_kernel
+def test_g3_fewer_live_requests_than_captured(rows: int, device: torch.device) -> None:
     sequences = Sequences(device, count=8, length=500)
-    case = sequences.case([500, 3, 64, 65, 300, 128, 1, 257])
+    case = sequences.case([500, 3, 64, 65, 300, 128, 1, 257], num_heads=rows)
     call = Call.of(case)
     graph = capture(call)
     for live in range(8, -1, -1):
@@ -90,10 +92,11 @@ def test_g3_fewer_live_requests_than_captured(device: torch.device) -> None:
         assert sequences.agrees(call.out, call.lse, Rows.of(case)), live
 
 
-def test_g4_indptr_changes_between_replays(device: torch.device) -> None:
+@each_kernel
+def test_g4_indptr_changes_between_replays(rows: int, device: torch.device) -> None:
     sequences = Sequences(device, count=3, length=300)
     indptr = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
-    case = sequences.case([300, 65, 100], q_lens=indptr, total_q=3, max_seq_len_q=3)
+    case = sequences.case([300, 65, 100], q_lens=indptr, total_q=3, max_seq_len_q=3, num_heads=rows // 3)
     captured, eager = Call.of(case), Call.of(case)
     graph = capture(captured)
     for offsets in ([0, 3, 3, 3], [0, 0, 3, 3], [0, 0, 1, 3], [0, 1, 1, 2], [0, 1, 2, 3]):
@@ -105,9 +108,10 @@ def test_g4_indptr_changes_between_replays(device: torch.device) -> None:
         assert sequences.agrees(captured.out, captured.lse, Rows.of(case)), offsets
 
 
-def test_g1_tables_and_cache_change_between_replays(device: torch.device) -> None:
+@each_kernel
+def test_g1_tables_and_cache_change_between_replays(rows: int, device: torch.device) -> None:
     sequences = Sequences(device, count=4, length=300)
-    case = sequences.case([300, 65, 100, 7])
+    case = sequences.case([300, 65, 100, 7], num_heads=rows)
     call = Call.of(case)
     graph = capture(call)
     moved = case.block_tables.clone()
@@ -120,13 +124,15 @@ def test_g1_tables_and_cache_change_between_replays(device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("captured_long", [False, True])
-def test_f4_f6_capture_short_replay_long_and_back(captured_long: bool, device: torch.device) -> None:
+@each_kernel
+def test_f4_f6_capture_short_replay_long_and_back(captured_long: bool, rows: int, device: torch.device) -> None:
     short, long = [1] * 5, [1, 64, 131_072, 131_073, 262_144]
     picks = (0, 63, 64, 65_535, 131_071, 131_072, 131_073, 262_143)
     sequences = Sequences(device, count=1, length=262_144, picks=picks, pool_factor=2)
     shared = torch.zeros(5, dtype=torch.long, device=device)
     for picking in (True, False):
-        case = sequences.case(long if captured_long else short, sequence=shared, picking=picking)
+        first = long if captured_long else short
+        case = sequences.case(first, num_heads=rows, sequence=shared, picking=picking)
         call = Call.of(case)
         graph = capture(call)
         for lengths in (short, long, long[::-1], short):
@@ -136,18 +142,19 @@ def test_f4_f6_capture_short_replay_long_and_back(captured_long: bool, device: t
             assert sequences.agrees(call.out, call.lse, Rows.of(case, shared), picking=picking), (picking, lengths)
 
 
-def test_g10_two_wrappers_on_two_streams(device: torch.device) -> None:
+@each_kernel
+def test_g10_two_wrappers_on_two_streams(rows: int, device: torch.device) -> None:
     sequences = Sequences(device, count=24, length=2000)
     random = torch.Generator(device).manual_seed(0)
     calls, wrong = [], []
     for _ in range(2):
         lengths = torch.randint(0, 2001, (24,), device=device, generator=random, dtype=torch.int32)
-        calls.append(Call.of(sequences.case(lengths, num_heads=64)))
+        calls.append(Call.of(sequences.case(lengths, num_heads=rows)))
     streams = [cuda.Stream(device) for _ in calls]
-    rows = [Rows.of(call.case) for call in calls]
+    seen = [Rows.of(call.case) for call in calls]
     torch.cuda.synchronize()
     for _ in range(200):
-        for stream, call, visible in zip(streams, calls, rows, strict=True):
+        for stream, call, visible in zip(streams, calls, seen, strict=True):
             with torch.cuda.stream(stream):
                 call.poison()
                 call()
@@ -183,8 +190,9 @@ def allocations(device: torch.device) -> int:
 
 
 @pytest.mark.parametrize("q_lens", [2, (1, 0, 3)], ids=str)
-def test_g7_no_synchronisation_no_allocation(q_lens: Any, device: torch.device) -> None:
-    case = make_case("random", [1000, 64, 130], q_lens=q_lens, device=device)
+@each_kernel
+def test_g7_no_synchronisation_no_allocation(q_lens: Any, rows: int, device: torch.device) -> None:
+    case = make_case("random", [1000, 64, 130], q_lens=q_lens, num_heads=rows // 3, device=device)
     wrapped = Call.of(case)
     workspace = torch.empty(workspace_bytes(case), dtype=torch.uint8, device=device)
     own = replace(wrapped, out=wrapped.out.clone(), lse=wrapped.lse.clone())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, MAX_KV_LEN
 from mla_cute.testing import Case
 
-from .harness import launch
+from .harness import ROWS, each_kernel, launch
 from .oracle import Rows, Sequences
 
 Scaled = Callable[[Any, Any], Any]
@@ -37,8 +38,8 @@ def test_b1_offsets_past_32_bits(device: torch.device, scaled: Scaled) -> None:
     across = Sequences(device, count=1, length=512, picks=range(5, 512, 32), pool_factor=1, seed=1)
     for sequences, lengths in ((each, [64] * 8), (across, [512])):
         sequences.place(pool, ids)
-        for picking in (True, False):
-            launch_and_agree(sequences, sequences.case(lengths, picking=picking), picking=picking)
+        for picking, heads in product((True, False), ROWS):
+            launch_and_agree(sequences, sequences.case(lengths, num_heads=heads, picking=picking), picking=picking)
 
 
 @pytest.mark.big
@@ -52,15 +53,17 @@ def test_b17_cache_is_a_view_into_a_larger_allocation(device: torch.device, scal
     ids[0] = pages - 1  # the farthest
     for layer in (0, layers - 1):
         sequences.place(allocation[:, layer], ids)
-        for picking in (True, False):
-            launch_and_agree(sequences, sequences.case([300, 257], picking=picking), picking=picking)
+        for picking, heads in product((True, False), ROWS):
+            case = sequences.case([300, 257], num_heads=heads, picking=picking)
+            launch_and_agree(sequences, case, picking=picking)
 
 
 @pytest.mark.big
 @pytest.mark.parametrize("packed", [False, True], ids=["fixed", "packed"])
-def test_query_and_output_past_31_bits(packed: bool, device: torch.device, scaled: Scaled) -> None:
+@pytest.mark.parametrize("heads", [16, 128])
+def test_query_and_output_past_31_bits(heads: int, packed: bool, device: torch.device, scaled: Scaled) -> None:
     """More than 2**31 elements each. A row sees one token: out is its value, LSE its score, which differs by row."""
-    batch, heads = scaled(32_832, 65), 128
+    batch = scaled(32_832 * 128 // heads, 65)
     request = torch.arange(batch + 1, device=device)
     sequences = Sequences(device, count=1021, length=1, page_size=16, pool_factor=1)
     owner = request[:-1] % 1021
@@ -130,8 +133,8 @@ def test_f7_a_million_tokens(device: torch.device, scaled: Scaled) -> None:
     length = scaled(1_000_000, 10_000)
     picks = (0, length // 2 - 1, length // 2, scaled(524_288, 5_243), length - 1)
     sequences = Sequences(device, count=1, length=length, picks=picks)
-    for picking in (True, False):
-        launch_and_agree(sequences, sequences.case([length], picking=picking), picking=picking)
+    for picking, heads in product((True, False), ROWS):
+        launch_and_agree(sequences, sequences.case([length], num_heads=heads, picking=picking), picking=picking)
 
 
 @pytest.mark.big
@@ -142,27 +145,28 @@ def test_f8_workspace_of_many_requests(device: torch.device, scaled: Scaled) -> 
     random = torch.Generator(device).manual_seed(0)
     owner = torch.arange(batch, device=device) % 61
     lengths = torch.randint(0, length + 1, (batch,), device=device, generator=random, dtype=torch.int32)
-    case = sequences.case(lengths, num_heads=64, sequence=owner)
-    launch_and_agree(sequences, case, sequence=owner)
+    for heads in ROWS:
+        launch_and_agree(sequences, sequences.case(lengths, num_heads=heads, sequence=owner), sequence=owner)
 
 
 @pytest.mark.parametrize("ctas", [None, 33, 64, 132, 200])
 def test_f12_many_splits_of_one_request(ctas: int | None, device: torch.device, scaled: Scaled) -> None:
     length = scaled(200_000, 2_000)
     sequences = Sequences(device, count=1, length=length, picks=(0, 63, 64, length // 3, length - 1), pool_factor=2)
-    for heads, tokens in ((16, 1), (64, 1), (40, 3)):
+    for heads, tokens in ((16, 1), (8, 3), (64, 1), (40, 3)):
         for picking in (True, False):
             case = sequences.case([length], num_heads=heads, q_lens=tokens, picking=picking)
             launch_and_agree(sequences, case, picking=picking, ctas=ctas)
 
 
-def test_long_contexts_of_several_requests(device: torch.device, scaled: Scaled) -> None:
+@each_kernel
+def test_long_contexts_of_several_requests(rows: int, device: torch.device, scaled: Scaled) -> None:
     """Lengths around powers of two, replicated rows included, in one batch."""
     lengths = scaled([1, 64, 131_072, 131_073, 262_144, 0], [1, 64, 1024, 1025, 2048, 0])
     picks = (0, 63, 64, lengths[2] - 1, lengths[2])
     sequences = Sequences(device, count=1, length=max(lengths), picks=picks, pool_factor=2)
     shared = torch.zeros(len(lengths), dtype=torch.long, device=device)
     for picking in (True, False):
-        case = sequences.case(lengths, sequence=shared, picking=picking)
+        case = sequences.case(lengths, num_heads=rows, sequence=shared, picking=picking)
         launch_and_agree(sequences, case, sequence=shared, picking=picking)
         launch_and_agree(sequences, replace(case, mask_type="dense"), sequence=shared, picking=picking)

@@ -9,6 +9,8 @@ import torch
 from mla_cute.kernels.common.work import partition
 
 import mla_cute
+from mla_cute import dispatch
+from mla_cute.device import capability
 from mla_cute.plan import forced_ctas
 from mla_cute.testing import make_case
 
@@ -31,7 +33,7 @@ def lengths_of(rng: random.Random) -> tuple[list[int], int | list[int]]:
 def test_split_info_equals_the_twin(device: torch.device, seed: int) -> None:
     rng = random.Random(seed)
     kv_lens, q_lens = lengths_of(rng)
-    heads, ctas = rng.choice([1, 16, 20, 64, 128]), rng.choice([None, 1, 7, 132, 200])
+    heads, ctas = rng.choice([1, 8, 16, 20, 64, 128]), rng.choice([None, 1, 7, 132, 200])
     case = make_case(
         "uniform", kv_lens, q_lens=q_lens, num_heads=heads, mask_type="dense", device=device, pool_factor=1
     )
@@ -42,11 +44,12 @@ def test_split_info_equals_the_twin(device: torch.device, seed: int) -> None:
         wrapper.plan(**case.plan(), workspace_buffer=workspace)
     wrapper.run(*case.tensors, **case.run(), validate=False)
     assert wrapper._prepared is not None
-    plan = wrapper._prepared.plan
+    plan, config = wrapper._prepared.plan, dispatch.select(wrapper._prepared.problem, capability(device))
     section = plan.sections[2]
     info = workspace[section.offset : section.offset + section.bytes].view(torch.int32).view(-1, 4).tolist()
     q_counts = [q_lens] * len(kv_lens) if isinstance(q_lens, int) else q_lens
-    _, splits = partition(kv_lens, q_counts, heads, plan.num_ctas, team=plan.team)
+    sizes = {"team": plan.team, "rows": config.rows, "tile_tokens": config.tile_tokens}
+    _, splits = partition(kv_lens, q_counts, heads, plan.num_ctas, **sizes)
     found = [tuple(row) if row[2] else None for row in info]
     assert found == [tuple(split) if split else None for split in splits]
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
 
+from mla_cute import dispatch
 from mla_cute.problem import DTYPES, LSE_MODES, MASKS, PAGE_SIZES
 from mla_cute.testing import make_case
 
-from .harness import launch, launch_and_check
+from .harness import ROWS, each_kernel, launch, launch_and_check, planned
 from .oracle import Rows, Sequences
 
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 22, 24, 32, 40, 48, 64, 65, 96, 127, 128)
@@ -70,11 +71,43 @@ def test_every_pair_of_levels(row: dict[str, Any], device: torch.device) -> None
     launch_and_check(case, lse_mode=row["lse"], out_dtype=TORCH_DTYPES[row["output"]], ctas=row["ctas"])
 
 
+@pytest.mark.parametrize("config", dispatch.shipped(), ids=lambda config: config.name)
+def test_every_kernel(config: Any, device: torch.device) -> None:
+    """Each compiled variant in both masks and forms, with an empty request, whole and ragged tiles, cut and whole."""
+    dtype, out_dtype = TORCH_DTYPES[config.in_dtype], TORCH_DTYPES[config.out_dtype]
+    pages = [page for page in PAGE_SIZES if min(page, 64) == config.page_rows]
+    for page, tokens, mask, packed in product(pages, (1, 3), MASKS, (False, True)):
+        case = make_case(
+            "random",
+            [0, tokens, 64, 129, 700],
+            q_lens=(0, tokens, 1, tokens, 1) if packed else tokens,
+            num_heads=config.rows // tokens,
+            page_size=page,
+            dtype=dtype,
+            mask_type=mask,
+            device=device,
+        )
+        kernel = planned(case, o_data_type=out_dtype).kernel
+        assert kernel.split()[0] == config.name or device.type == "cpu"
+        for ctas, lse_mode in ((None, "base2"), (3, "basee")):
+            launch_and_check(case, out_dtype=out_dtype, lse_mode=lse_mode, ctas=ctas)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5])
+def test_every_number_of_rows(tokens: int, device: torch.device) -> None:
+    """Up to one more than the few-row kernels hold: full and partial blocks of each."""
+    for heads in range(1, ROWS[-2] // tokens + 2):
+        launch_and_check(make_case("random", [131, 0, 70], q_lens=tokens, num_heads=heads, device=device))
+
+
 @pytest.mark.parametrize("page", PAGE_SIZES)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 8])
-def test_pages_and_query_tokens(tokens: int, page: int, device: torch.device) -> None:  # B8
+@each_kernel
+def test_pages_and_query_tokens(tokens: int, page: int, rows: int, device: torch.device) -> None:  # B8
     for length in (17, 129, 4097):
-        case = make_case("random", [length, 0, length + 31], q_lens=tokens, page_size=page, device=device)
+        case = make_case(
+            "random", [length, 0, length + 31], q_lens=tokens, num_heads=rows // tokens, page_size=page, device=device
+        )
         launch_and_check(case)
 
 
@@ -97,27 +130,30 @@ def test_heads_do_not_mix(heads: int, device: torch.device) -> None:  # D1-D4
 
 
 @pytest.mark.parametrize("ctas", CTAS)
-def test_any_number_of_splits(ctas: int | None, device: torch.device) -> None:  # A10
+@each_kernel
+def test_any_number_of_splits(ctas: int | None, rows: int, device: torch.device) -> None:  # A10
     for length in (1, 64, 65, 128, 129, 1000):
         for batch in (1, 3):
             for kind in ("uniform", "random"):
-                launch_and_check(make_case(kind, [length] * batch, num_heads=24, device=device), ctas=ctas)
+                launch_and_check(make_case(kind, [length] * batch, num_heads=rows, device=device), ctas=ctas)
 
 
 @pytest.mark.parametrize("page", PAGE_SIZES)
 @pytest.mark.parametrize("kind", ["uniform", "select", "deepneg", "two"])
-def test_fixtures(kind: Any, page: int, device: torch.device) -> None:
+@each_kernel
+def test_fixtures(kind: Any, page: int, rows: int, device: torch.device) -> None:
     """The four oracles, in every dtype and both masks, at lengths around every boundary."""
     lengths = [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000]
     if kind == "two":
         lengths = [2] * 5
     for dtype in TORCH_DTYPES.values():
         for mask in MASKS:
-            case = make_case(kind, lengths, page_size=page, dtype=dtype, mask_type=mask, device=device)
+            case = make_case(kind, lengths, num_heads=rows, page_size=page, dtype=dtype, mask_type=mask, device=device)
             launch_and_check(case, lse_mode="basee")
 
 
-def test_skewed_lengths(device: torch.device, scaled: Callable[[Any, Any], Any]) -> None:
+@each_kernel
+def test_skewed_lengths(rows: int, device: torch.device, scaled: Callable[[Any, Any], Any]) -> None:
     """One long request beside many short ones, whatever the number of CTAs."""
     long, short, many = scaled((131_072, 512, 63), (4096, 70, 7))
     sequences = Sequences(device, count=1, length=long, picks=(0, short - 1, long // 2, long - 1), pool_factor=2)
@@ -126,15 +162,16 @@ def test_skewed_lengths(device: torch.device, scaled: Callable[[Any, Any], Any])
         lengths = [short] * (many + 1)
         lengths[position] = long
         for picking in (False, True):
-            case = sequences.case(lengths, sequence=shared, picking=picking)
+            case = sequences.case(lengths, num_heads=rows, sequence=shared, picking=picking)
             for ctas in (None, 1, 33, 132):
                 out, lse = launch(case, ctas=ctas)
                 assert sequences.agrees(out, lse, Rows.of(case, shared), picking=picking), (position, picking, ctas)
 
 
-def test_scores_of_any_finite_size(device: torch.device) -> None:  # E2
+@each_kernel
+def test_scores_of_any_finite_size(rows: int, device: torch.device) -> None:  # E2
     for length in (256, 4096):
-        case = make_case("random", [length, length - 1], scale=100.0, device=device)
+        case = make_case("random", [length, length - 1], num_heads=rows, scale=100.0, device=device)
         for ctas in (1, 2, 8, 32):
             # tensor cores truncate where they add: scores of several hundred come out up to 1.4e-6 too small, and
             # those of cuBLAS up to 1.0e-6 (H200)
@@ -143,16 +180,17 @@ def test_scores_of_any_finite_size(device: torch.device) -> None:  # E2
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sink", [0, -1])
+@each_kernel
 def test_small_weights_beside_a_sink(
-    device: torch.device, scaled: Callable[[Any, Any], Any], dtype: torch.dtype, sink: int
+    rows: int, device: torch.device, scaled: Callable[[Any, Any], Any], dtype: torch.dtype, sink: int
 ) -> None:
     """One token (an attention sink) has nearly all the weight and the value 0: the answer is in the tiny weights."""
     length = scaled(65_536, 4096)
-    case = make_case("uniform", [length], dtype=dtype, device=device)
-    rows = case.kv_cache[case.block_tables[0].long()].flatten(0, 1)[:length].fill_(0)
-    rows[:, :512] = 16  # the smallest output is then still a normal fp16 number
-    rows[sink, :512], rows[sink, 512] = 0, 1
-    case.kv_cache[case.block_tables[0].long()] = rows.view(-1, case.kv_cache.shape[1], 576)
+    case = make_case("uniform", [length], num_heads=rows, dtype=dtype, device=device)
+    tokens = case.kv_cache[case.block_tables[0].long()].flatten(0, 1)[:length].fill_(0)
+    tokens[:, :512] = 16  # the smallest output is then still a normal fp16 number
+    tokens[sink, :512], tokens[sink, 512] = 0, 1
+    case.kv_cache[case.block_tables[0].long()] = tokens.view(-1, case.kv_cache.shape[1], 576)
     for score in (8.0, 14.0, 17.0, 20.0):
         case.query.fill_(0)[..., 512] = score
         expected = 16 * (length - 1) / (length - 1 + math.exp(score))

@@ -3,9 +3,7 @@
 The letter of a test's id is its subject: A padding and empty requests, B page tables and strides, C several query
 tokens, D heads, E LSE and scales, F batches, contexts and workspace, G graphs and determinism, H devices and
 compilation; the number only tells reports of one subject apart. Others are in test_products.py (splits, pages x query
-tokens, heads, large scores), test_cuda.py (graphs, streams, synchronisation), test_large.py (addresses past 2**31,
-batches of 70,000, long contexts), test_processes.py (hangs, memory errors) and tests/cpu.
-
+tokens, @@
 Not covered yet: pages of 1 to 8 tokens, fp8, batch-invariant results, torch.compile.
 """
 
@@ -21,12 +19,11 @@ import torch
 
 import mla_cute
 import mla_cute.compile
-from mla_cute import compat
 from mla_cute.problem import HEAD_DIM, MASKS, PAGE_SIZES
 from mla_cute.reference import merge_states
 from mla_cute.testing import Case, assert_close, make_case, padded, poisoned, reference_of
 
-from .harness import check, launch, launch_and_check, planned, same_bits, workspace_bytes
+from .harness import check, each_kernel, launch, launch_and_check, planned, same_bits
 from .oracle import Rows, Sequences
 
 decode: Any = mla_cute.batch_mla_decode_with_paged_kv_cache
@@ -42,28 +39,38 @@ def int32(*values: Any, device: torch.device) -> torch.Tensor:
 
 @pytest.mark.parametrize("page", PAGE_SIZES)
 @pytest.mark.parametrize("unowned", [math.nan, math.inf, -math.inf])
-def test_a1_memory_of_others_stays_out(unowned: float, page: int, device: torch.device) -> None:
+@each_kernel
+def test_a1_memory_of_others_stays_out(unowned: float, page: int, rows: int, device: torch.device) -> None:
     for kind in ("uniform", "select"):
-        launch_and_check(make_case(kind, [13, 65, 127], page_size=page, unowned=unowned, device=device))
+        launch_and_check(make_case(kind, [13, 65, 127], num_heads=rows, page_size=page, unowned=unowned, device=device))
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a2_tail_of_zeros_is_not_counted(mask: str, device: torch.device) -> None:
+@each_kernel
+def test_a2_tail_of_zeros_is_not_counted(mask: str, rows: int, device: torch.device) -> None:
     for page in PAGE_SIZES:
-        launch_and_check(make_case("uniform", BOUNDARIES, unowned=0.0, page_size=page, mask_type=mask, device=device))
+        case = make_case(
+            "uniform", BOUNDARIES, unowned=0.0, num_heads=rows, page_size=page, mask_type=mask, device=device
+        )
+        launch_and_check(case)
 
 
 @pytest.mark.parametrize("unused_page", [-1, 2**31 - 1])
 @pytest.mark.parametrize("q_lens", [1, 4, (1, 1, 1, 1), (4, 4, 4, 4), (2, 3, 4, 0)], ids=str)
-def test_a4_a6_empty_requests(q_lens: Any, unused_page: int, device: torch.device) -> None:
+@each_kernel
+def test_a4_a6_empty_requests(q_lens: Any, unused_page: int, rows: int, device: torch.device) -> None:
+    heads = rows // (q_lens if isinstance(q_lens, int) else max(q_lens))
     for kind in ("uniform", "random"):
         for validate in (True, False):
-            case = make_case(kind, [100, 0, 64, 0], q_lens=q_lens, unused_page=unused_page, device=device)
+            case = make_case(
+                kind, [100, 0, 64, 0], q_lens=q_lens, num_heads=heads, unused_page=unused_page, device=device
+            )
             launch_and_check(case, validate=validate)
 
 
-def test_a5_all_requests_empty(device: torch.device) -> None:
-    case = make_case("uniform", [0] * 16, device=device)
+@each_kernel
+def test_a5_all_requests_empty(rows: int, device: torch.device) -> None:
+    case = make_case("uniform", [0] * 16, num_heads=rows, device=device)
     launch_and_check(case)
     out, lse = decode(*case.tensors, return_lse=True)  # the largest length, 0, is the bound here
     check(case, out, lse)
@@ -83,9 +90,10 @@ def test_a8_empty_shard_has_no_weight(lse_mode: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("lse_mode", ["base2", "basee"])
-def test_shards_merge_to_the_whole(lse_mode: str, device: torch.device) -> None:
+@each_kernel
+def test_shards_merge_to_the_whole(lse_mode: str, rows: int, device: torch.device) -> None:
     """Two disjoint halves of the keys, cut at a page of each request."""
-    case = make_case("random", [1000, 129, 64, 5], device=device)
+    case = make_case("random", [1000, 129, 64, 5], num_heads=rows, device=device)
     cut = 2
     head = replace(case, seq_lens=case.seq_lens.clamp(max=64 * cut))
     tail = replace(
@@ -99,9 +107,10 @@ def test_shards_merge_to_the_whole(lse_mode: str, device: torch.device) -> None:
     check(case, merged, lse, lse_mode)
 
 
-def test_a9_rows_that_see_nothing(device: torch.device) -> None:
+@each_kernel
+def test_a9_rows_that_see_nothing(rows: int, device: torch.device) -> None:
     for form in (4, (4,)):
-        case = make_case("random", [2], q_lens=form, device=device)
+        case = make_case("random", [2], q_lens=form, num_heads=rows // 4, device=device)
         with pytest.raises(ValueError, match="seq_lens"):
             launch(case)
         out, lse = launch_and_check(case, validate=False)
@@ -127,14 +136,15 @@ def test_b3_table_narrower_than_the_pool(device: torch.device) -> None:
     launch_and_check(make_case("select", [150, 190], table_width=3, pool_factor=167, device=device))
 
 
-def test_b4_page_order_changes_no_bit(device: torch.device) -> None:
+@each_kernel
+def test_b4_page_order_changes_no_bit(rows: int, device: torch.device) -> None:
     sequences = Sequences(device, count=2, length=300, pool_factor=4)
     pages = len(sequences.tokens)
     lengths, order = [300, 171], torch.arange(pages, device=device)
-    expected = launch(sequences.case(lengths, q_lens=2))
+    expected = launch(sequences.case(lengths, q_lens=2, num_heads=rows // 2))
     for placed in (order, order.flip(0) + 7, 2 * order + 1):
         sequences.place(torch.full_like(sequences.kv_cache, math.nan), placed)
-        for got, want in zip(launch(sequences.case(lengths, q_lens=2)), expected, strict=True):
+        for got, want in zip(launch(sequences.case(lengths, q_lens=2, num_heads=rows // 2)), expected, strict=True):
             assert got is not None and want is not None and same_bits(got, want)
 
 
@@ -183,9 +193,18 @@ def strided(case: Case) -> dict[str, Case]:
 
 
 @pytest.mark.parametrize("q_lens", [2, (2, 0, 3, 1)], ids=str)
-def test_b10_b11_strides(q_lens: Any, device: torch.device) -> None:
+@each_kernel
+def test_b10_b11_strides(q_lens: Any, rows: int, device: torch.device) -> None:
     for page in (16, 64, 256):
-        case = make_case("random", [70, 64, 257, 1], q_lens=q_lens, page_size=page, mask_type="dense", device=device)
+        case = make_case(
+            "random",
+            [70, 64, 257, 1],
+            q_lens=q_lens,
+            num_heads=rows // 3,
+            page_size=page,
+            mask_type="dense",
+            device=device,
+        )
         expected = launch_and_check(case)
         for name, other in strided(case).items():
             for got, want in zip(launch(other), expected, strict=True):
@@ -226,12 +245,13 @@ def test_b15_foreign_page_in_a_live_column(page_id: int, device: torch.device) -
 # C. Several query tokens a request
 
 
-def test_c2_table_at_the_end_of_an_allocation(device: torch.device) -> None:
+@each_kernel
+def test_c2_table_at_the_end_of_an_allocation(rows: int, device: torch.device) -> None:
     """A row of the table is a request: the index of a query token, of 3 each, leads past the table."""
     sequences = Sequences(device, count=256, length=128, page_size=16)
     random = torch.Generator(device).manual_seed(0)
     lengths = torch.randint(3, 129, (256,), device=device, generator=random, dtype=torch.int32)
-    case = sequences.case(lengths, num_heads=8, q_lens=3)
+    case = sequences.case(lengths, num_heads=rows // 3, q_lens=3)
     # 12 MiB: a block of its own in torch's allocator
     alone = torch.full((3 << 20,), -1, dtype=torch.int32, device=device)
     table = alone[-case.block_tables.numel() :].view_as(case.block_tables).copy_(case.block_tables)
@@ -239,10 +259,11 @@ def test_c2_table_at_the_end_of_an_allocation(device: torch.device) -> None:
     assert sequences.agrees(*launch(case), Rows.of(case))
 
 
-def test_c3_each_row_has_its_own_bound(device: torch.device) -> None:
+@each_kernel
+def test_c3_each_row_has_its_own_bound(rows: int, device: torch.device) -> None:
     for token in range(66, 70):
         for form in (4, (4,)):
-            launch_and_check(make_case("select", [70], q_lens=form, select=token, device=device))
+            launch_and_check(make_case("select", [70], q_lens=form, num_heads=rows // 4, select=token, device=device))
 
 
 def test_c4_output_is_given_back(device: torch.device) -> None:
@@ -262,8 +283,9 @@ def test_c6_capacity_of_query_tokens(device: torch.device) -> None:
     launch_and_check(replace(case, max_seq_len_q=8))
 
 
-def test_c7_rows_beyond_the_last_request(device: torch.device) -> None:
-    case = make_case("random", [70, 64], q_lens=(1, 3), device=device)
+@each_kernel
+def test_c7_rows_beyond_the_last_request(rows: int, device: torch.device) -> None:
+    case = make_case("random", [70, 64], q_lens=(1, 3), num_heads=rows // 3, device=device)
     more = replace(case, query=torch.cat([case.query, torch.full_like(case.query[:2], math.nan)]))
     fewer = replace(case, query=case.query[:-1])
     for wrong in (more, fewer):
@@ -283,13 +305,17 @@ def test_c8_indptr_without_its_end(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_c9_causal_bound_of_each_request(dtype: torch.dtype, device: torch.device) -> None:
+@each_kernel
+def test_c9_causal_bound_of_each_request(dtype: torch.dtype, rows: int, device: torch.device) -> None:
     for kind in ("random", "uniform"):
-        launch_and_check(make_case(kind, [5, 3, 9, 8], q_lens=(1, 3, 0, 8), dtype=dtype, device=device))
+        q_lens = (1, 3, 0, 8)
+        launch_and_check(make_case(kind, [5, 3, 9, 8], q_lens=q_lens, num_heads=rows // 8, dtype=dtype, device=device))
 
 
-def test_c11_dense_rows_see_all(device: torch.device) -> None:
-    out, _ = launch_and_check(make_case("uniform", [3], q_lens=8, mask_type="dense", device=device))
+@each_kernel
+def test_c11_dense_rows_see_all(rows: int, device: torch.device) -> None:
+    case = make_case("uniform", [3], q_lens=8, num_heads=rows // 8, mask_type="dense", device=device)
+    out, _ = launch_and_check(case)
     assert bool((out == out[:, :1]).all())
 
 
@@ -297,14 +323,16 @@ def test_c11_dense_rows_see_all(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("lse_mode, unit", [("basee", 1.0), ("base2", math.log(2))])
-def test_e1_base_of_the_lse(lse_mode: str, unit: float, device: torch.device) -> None:
+@each_kernel
+def test_e1_base_of_the_lse(lse_mode: str, unit: float, rows: int, device: torch.device) -> None:
     lengths = [1, 5, 100, 257, 1000]
     for q_lens in (1, (1,) * 5):
         for ctas in (1, 8):
-            _, lse = launch(make_case("uniform", lengths, q_lens=q_lens, device=device), lse_mode=lse_mode, ctas=ctas)
+            case = make_case("uniform", lengths, q_lens=q_lens, num_heads=rows, device=device)
+            _, lse = launch(case, lse_mode=lse_mode, ctas=ctas)
             assert lse is not None
             expected = torch.tensor([math.log(n) / unit for n in lengths], device=device)
-            torch.testing.assert_close(lse.view(5, 16)[:, 3], expected, rtol=1e-6, atol=1e-5)
+            torch.testing.assert_close(lse.view(5, rows)[:, 3], expected, rtol=1e-6, atol=1e-5)
 
 
 def test_e8_natural_exponential(device: torch.device) -> None:
@@ -315,8 +343,9 @@ def test_e8_natural_exponential(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("ctas", [None, 1, 7])
-def test_e9_output_scale(ctas: int | None, device: torch.device) -> None:
-    case = make_case("random", [1000, 65], device=device)
+@each_kernel
+def test_e9_output_scale(ctas: int | None, rows: int, device: torch.device) -> None:
+    case = make_case("random", [1000, 65], num_heads=rows, device=device)
     out, lse = launch(case, ctas=ctas)
     for factor in (0.5, 2.0):
         scaled_out, scaled_lse = launch(replace(case, bmm2_scale=factor), ctas=ctas)
@@ -335,35 +364,13 @@ def test_e10_scales_are_arguments(device: torch.device) -> None:
     assert mla_cute.compile.compile_count() == compiled
 
 
-# F, G, H. Workspace, determinism, paths
-
-
-@pytest.mark.parametrize("fill", [0x00, 0xFF, 0x7F], ids=hex)
-def test_f9_workspace_needs_no_initialisation(fill: int, device: torch.device) -> None:
-    """Two plans share a workspace that is dirtied before every call: as fp32 with 0, NaN, 3e38."""
-    cases = [make_case("random", [1000, 0, 70], device=device)]
-    cases.append(make_case("random", [300], num_heads=100, device=device))
-    workspace = torch.empty(max(workspace_bytes(case) for case in cases), dtype=torch.uint8, device=device)
-    wrappers = [planned(case, workspace_buffer=workspace) for case in cases]
-    first = [wrapper.run(*case.tensors, **case.run()) for wrapper, case in zip(wrappers, cases, strict=True)]
-    for _ in range(3):
-        for wrapper, case, expected in zip(wrappers, cases, first, strict=True):
-            workspace.fill_(fill)
-            out, lse = wrapper.run(*case.tensors, **case.run(return_lse=True))
-            check(case, out, lse)
-            assert same_bits(out, expected)
-
-
-def test_f8_workspace_that_is_too_small(device: torch.device) -> None:
-    case = make_case("random", [1000], device=device)
-    small = torch.empty(workspace_bytes(case) - 1, dtype=torch.uint8, device=device)
-    with pytest.raises(ValueError, match="workspace"):
-        planned(case, workspace_buffer=small)
+# G, H. Determinism, batches, kernels
 
 
 @pytest.mark.parametrize("ctas", [None, 7])
-def test_g8_runs_repeat_bit_for_bit(ctas: int | None, device: torch.device) -> None:
-    case = make_case("random", [5000, 0, 64, 1001, 777], q_lens=2, num_heads=40, device=device)
+@each_kernel
+def test_g8_runs_repeat_bit_for_bit(ctas: int | None, rows: int, device: torch.device) -> None:
+    case = make_case("random", [5000, 0, 64, 1001, 777], q_lens=2, num_heads=rows // 2, device=device)
     wrapper = planned(case, ctas=ctas)
     out, lse = wrapper.run(*case.tensors, **case.run(return_lse=True))
     for _ in range(100 if device.type == "cuda" else 3):
@@ -371,43 +378,17 @@ def test_g8_runs_repeat_bit_for_bit(ctas: int | None, device: torch.device) -> N
         assert same_bits(again, out) and same_bits(again_lse, lse)
 
 
-def test_g9_bound_of_the_lengths(device: torch.device) -> None:
+@each_kernel
+def test_g9_bound_of_the_lengths(rows: int, device: torch.device) -> None:
     """The bound may change the split, so the last bit, and nothing more."""
-    case = make_case("uniform", [256, 100, 17], table_width=2048, max_kv_len=256, device=device)
+    case = make_case("uniform", [256, 100, 17], num_heads=rows, table_width=2048, max_kv_len=256, device=device)
     for bound in (256, 4096, 131_072):
         launch_and_check(replace(case, max_kv_len=bound))
 
 
-@pytest.mark.parametrize("q_lens", [1, 3, (1, 0, 3)], ids=str)
-def test_all_paths_give_the_same_bits(q_lens: Any, device: torch.device) -> None:
-    case = make_case("random", [1000, 64, 130], q_lens=q_lens, device=device)
-    expected, expected_lse = launch_and_check(case)
-    assert expected_lse is not None
-    buffer = torch.full((workspace_bytes(case),), 0xFF, dtype=torch.uint8, device=device)
-    query, kv_cache, tables, lengths = case.tensors
-    paged = (query, kv_cache[:, None], tables, lengths)
-    given = {"out": poisoned(*expected.shape, dtype=expected.dtype, device=device)}
-    shim = {name: value for name, value in case.call().items() if name not in ("max_kv_len",)}
-    results = {
-        "one-shot": decode(*case.tensors, **case.call()),
-        "one-shot, unchecked": decode(*case.tensors, **case.call(validate=False)),
-        "one-shot, own buffers": decode(*case.tensors, **case.call(workspace_buffer=buffer, **given)).clone(),
-        "4-D cache": decode(*paged, **case.call()),
-        "wrapper": planned(case, lse_mode="none").run(*case.tensors, **case.run()),
-        "wrapper, unchecked": planned(case).run(*case.tensors, **case.run(validate=False)),
-        "wrapper, 4-D cache": planned(case).run(*paged, **case.run()),
-        "standalone": compat.prims_ts_batch_mla_decode_with_kv_cache(
-            query, kv_cache, buffer, 512, 64, tables, lengths, case.max_kv_len, **shim
-        ),
-    }
-    for name, out in results.items():
-        assert same_bits(out, expected), name
-    out, lse = decode(*case.tensors, **case.call(return_lse=True))
-    assert same_bits(out, expected) and same_bits(lse, expected_lse)
-
-
-def test_fewer_requests_than_planned(device: torch.device) -> None:
-    case = make_case("random", [1000, 64, 130, 7], q_lens=2, device=device)
+@each_kernel
+def test_fewer_requests_than_planned(rows: int, device: torch.device) -> None:
+    case = make_case("random", [1000, 64, 130, 7], q_lens=2, num_heads=rows // 2, device=device)
     wrapper = planned(case)
     for live in (3, 1):
         part = replace(case, query=case.query[:live])
