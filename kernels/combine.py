@@ -16,22 +16,24 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from .common.math import row_result
-from .common.work import MANY_CUTS, MAX_CTAS, NO_CUT, ONE_GROUP
+from .common.work import NO_CUT, ONE_GROUP
 
 THREADS, WARPS, LANES = 256, 8, 32
 FEW, CHUNKS = 8, 2  # up to so many parts a warp merges so many chunks of a row alone
 COLUMNS = 128  # of a chunk: 4 a lane
-assert THREADS >= MAX_CTAS  # each thread reads the split_info of one CTA of decode
 # what combine takes of decode's arguments
-READS = ("out", "lse", "part_out", "part_stat", "split_info", "slot_rows", "num_ctas", "out_scale", "lse_scale")
+READS = (
+    *("out", "lse", "part_out", "part_stat", "split_info"),
+    *("slot_rows", "batch_invariant", "max_entries", "out_scale", "lse_scale"),
+)
 
 
 class Split(NamedTuple):
-    cta: Int32  # of decode, in which the block begins
+    slot: Int32  # of the first part, see load_part
     row: Int32  # rows [row, row + rows) of the output
     rows: Int32
     parts: Int32
-    stride: Int32  # between the CTAs of the parts
+    stride: Int32  # between the slots of the parts
 
 
 @cute.kernel
@@ -43,20 +45,24 @@ def combine(c: cutlass.Constexpr, args):
     smem = SmemAllocator()
     s_mask = smem.allocate_tensor(Int32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_split = smem.allocate_tensor(Int32, cute.make_layout((5, THREADS)), byte_alignment=16)
-    s_count = smem.allocate_tensor(Int32, cute.make_layout((2,)), byte_alignment=16)
+    s_count = smem.allocate_tensor(Int32, cute.make_layout((3,)), byte_alignment=16)
     s_stat = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
     s_acc = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=16)
     # Written by decode before this kernel may start, so it is read without waiting for decode to end.
-    head = args.split_info.iterator + 4 * args.num_ctas
+    head = args.split_info.iterator + 4 * args.max_entries
     cuts = cute.arch.load(head, Int32, sem="acquire", scope="gpu")
     if cuts == ONE_GROUP:
         list_group(c, args, s_split, s_count, tid)
     if (cuts != NO_CUT) | (cta == 0):  # one CTA waits in any case: this kernel must not end before decode
         cute.arch.griddepcontrol_wait()
-    if cuts == MANY_CUTS:
-        list_splits(args, s_mask, s_split, s_count, tid, warp_idx, lane)
-    if cuts != NO_CUT:
+    s_count[2] = cuts if cuts != ONE_GROUP else 1  # entries; here, as registers are scarce
+    begin = Int32(0)
+    while begin < s_count[2]:
+        if cuts != ONE_GROUP:
+            list_splits(args, s_mask, s_split, s_count, begin, tid, warp_idx, lane)
         merge_all(c, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid)
+        cute.arch.sync_threads()  # the list may be overwritten
+        begin += THREADS
 
 
 @cute.jit
@@ -88,16 +94,21 @@ def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, 
 
 @cute.jit
 def list_group(c: cutlass.Constexpr, args, s_split, s_count, tid):
-    """list_splits() for the blocks of the one group that there is: block i begins in CTA i."""
-    row, rows, parts, team = (args.split_info[4 * args.num_ctas + 1 + i] for i in range(4))
+    """list_splits() for the blocks of the one group that there is: entry i names block i."""
+    row, rows, parts, team = (args.split_info[4 * args.max_entries + 1 + i] for i in range(4))
     blocks = (rows + c.rows - 1) // c.rows
     if tid < blocks:
-        for i, v in enumerate((tid, row + tid * c.rows, cutlass.min(rows - tid * c.rows, c.rows), parts, team)):
-            s_split[i, tid] = v
+        put(args, s_split, tid, tid, row + tid * c.rows, cutlass.min(rows - tid * c.rows, c.rows), parts, team)
     if tid == 0:
         few = blocks if parts <= FEW else Int32(0)
         s_count[0], s_count[1] = few, blocks - few
     cute.arch.sync_threads()
+
+
+def put(args, s_split, place, entry, row, rows, parts, stride):
+    each = 2 - args.batch_invariant  # slots of an entry
+    for i, v in enumerate((each * entry, row, rows, parts, each * stride)):
+        s_split[i, place] = v
 
 
 @cute.jit
@@ -109,12 +120,14 @@ def find_item(args, s_split, before, item, pieces: cutlass.Constexpr):
 
 
 @cute.jit
-def list_splits(args, s_mask, s_split, s_count, tid, warp_idx, lane):
-    """The blocks that are cut to s_split, those of few parts before those of many, each in order; s_count: how many."""
+def list_splits(args, s_mask, s_split, s_count, begin, tid, warp_idx, lane):
+    """Of up to THREADS entries from `begin` on, the blocks that they name to s_split, those of few parts before those
+    of many, each in order; s_count: how many.
+    """
     info = cute.make_rmem_tensor((4,), Int32)
-    at = cutlass.min(tid, args.num_ctas - 1)
+    at = cutlass.min(begin + tid, s_count[2] - 1)
     cute.autovec_copy(cute.local_tile(args.split_info, (4,), (at,)), info)  # (row, rows, parts, stride)
-    parts = info[2] if tid < args.num_ctas else Int32(0)
+    parts = info[2] if at == begin + tid else Int32(0)
     kinds = ((parts > 0) & (parts <= FEW), parts > FEW)
     masks = [cute.arch.vote_ballot_sync(kind) for kind in kinds]
     if lane == 0:
@@ -130,8 +143,7 @@ def list_splits(args, s_mask, s_split, s_count, tid, warp_idx, lane):
             count[k] += n
     if parts > 0:
         place = count[0] + before[1] if parts > FEW else before[0]
-        for i, v in enumerate((tid, *(info[j] for j in range(4)))):
-            s_split[i, place] = v
+        put(args, s_split, place, at, *(info[j] for j in range(4)))
     if tid == 0:
         s_count[0], s_count[1] = count[0], count[1]
     cute.arch.sync_threads()
@@ -168,7 +180,8 @@ def merge(
 def load_part(c: cutlass.Constexpr, args, split, index, row, column, values, stat):
     """values (4, chunks), stat (2); behind the last part, something finite of weight 0."""
     part = cutlass.min(index, split.parts - 1)
-    slot = 2 * (split.cta + part * split.stride) + (part == 0).to(Int32)
+    # where CTAs cut anywhere, an entry has two slots, and its block begins in the second
+    slot = split.slot + part * split.stride + ((part == 0) & (args.batch_invariant == 0)).to(Int32)
     at = slot * args.slot_rows + row
     cute.autovec_copy(cute.local_tile(args.part_stat, (2,), (at,)), stat)
     line = args.part_out.iterator + at.to(Int64) * c.latent + column

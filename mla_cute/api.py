@@ -147,8 +147,11 @@ class BatchMLADecodePagedTSWrapper:
         packed_query: whether runs pass qo_indptr and a packed query.
         q_data_type, kv_data_type, o_data_type: torch.bfloat16 or torch.float16; query and cache the same.
         lse_mode: "none", "base2" or "basee"; "none" if runs need no LSE.
-        batch_invariant: whether a request's bits must not depend on the other requests. No GPU kernel can do that yet:
-            UnsupportedProblem.
+        batch_invariant: True: the bits of a row's out and LSE depend on its request alone (query, cache, length; not on
+            the pages that hold it), whatever the other requests are, its place among them, batch_size, max_kv_len and
+            the GPU's number of SMs. They may depend on num_heads, max_seq_len_q, page_size and the dtypes. It costs
+            time, most where few requests leave SMs without work, and workspace: for each 2,048 of max_kv_len tokens,
+            up to 131,072, and each 64 query rows of each request 132 KB.
         Others as in batch_mla_decode_with_paged_kv_cache. validate=False skips the checks of these arguments.
 
         Raises as batch_mla_decode_with_paged_kv_cache does; after an error the previous plan is still in force.
@@ -247,6 +250,7 @@ def get_batch_mla_decode_workspace_size(
     kv_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     mask_type: str = "causal",
+    batch_invariant: bool = False,
     device: int | str | torch.device | None = None,
 ) -> int:
     """Bytes of workspace that a plan of this geometry needs; compiles nothing. Never smaller for larger bounds.
@@ -273,6 +277,7 @@ def get_batch_mla_decode_workspace_size(
         q_dtype=checks.dtype_name("q_dtype", q_dtype),
         kv_dtype=checks.dtype_name("kv_dtype", q_dtype if kv_dtype is None else kv_dtype),
         out_dtype=checks.dtype_name("out_dtype", out_dtype),
+        batch_invariant=batch_invariant,
     )
     checks.check_dims(kv_lora_rank, qk_rope_head_dim)
     checks.check_problem(problem)

@@ -41,6 +41,7 @@ class Bound(NamedTuple):
     slot_rows: int
     num_ctas: int
     team: int
+    batch_invariant: int
     lse_scale: float
 
 
@@ -78,6 +79,7 @@ class Prepared:
             slot_rows=plan.slot_rows,
             num_ctas=plan.num_ctas,
             team=plan.team,
+            batch_invariant=int(problem.batch_invariant),
             lse_scale=LSE_SCALE[problem.lse_mode],
         )
 
@@ -114,7 +116,14 @@ def _prepare(problem: MLAProblem, device: torch.device, ctas: int | None) -> Pre
 def _load(prepared: Prepared) -> None:
     """Launch the kernel on a request of no tokens: the first launch loads its CUDA module, which a capture forbids."""
     smallest = replace(
-        prepared.problem, batch_size=1, num_heads=1, max_seq_len_q=1, max_kv_len=1, packed=False, lse_mode="none"
+        prepared.problem,
+        batch_size=1,
+        num_heads=1,
+        max_seq_len_q=1,
+        max_kv_len=1,
+        packed=False,
+        lse_mode="none",
+        batch_invariant=False,
     )
     tiny = replace(prepared, problem=smallest, plan=Plan(num_ctas=1, slot_rows=1))
     zeros = partial(torch.zeros, device=prepared.device)
@@ -171,9 +180,8 @@ def _launch(
     launch: Callable[..., Any], bound: Bound, call: Arguments, out: Tensor, lse: Tensor | None, requests: int
 ) -> None:
     query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, _, _ = call
-    part_out, part_stat, split_info, given_lse, seq_len_q, causal, max_kv_len, slot_rows, num_ctas, team, lse_scale = (
-        bound
-    )
+    part_out, part_stat, split_info, given_lse, seq_len_q, causal, max_kv_len = bound[:7]
+    slot_rows, num_ctas, team, batch_invariant, lse_scale = bound[7:]
     if not seq_len_q:  # packed
         query, out = query[None], out[None]  # unsqueeze takes a third longer
     else:
@@ -205,6 +213,7 @@ def _launch(
         slot_rows,
         num_ctas,
         team,
+        batch_invariant,
         bmm1_scale * LOG2_E,  # without float(), which waits for a CUDA tensor: the kernel refuses one
         bmm2_scale * 1.0,
         lse_scale,

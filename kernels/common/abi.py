@@ -17,7 +17,7 @@ ARGUMENTS = (
     "lse",  # fp32 [batch, SQ, H] or [1, total_q, H], compact; any rank-3 fp32 tensor where lse_scale is 0
     "part_out",  # fp32 [2 * num_ctas * slot_rows * 512]
     "part_stat",  # fp32 [2 * num_ctas * slot_rows * 2]
-    "split_info",  # int32 [4 * num_ctas + work.HEAD_WORDS]
+    "split_info",  # int32 [4 * num_ctas + work.HEAD_WORDS]; batch-invariant: mla_cute/plan.py sizes these three
     "batch",  # requests of this run
     "seq_len_q",  # query tokens a request; 0: packed
     "causal",  # 0 or 1
@@ -25,6 +25,7 @@ ARGUMENTS = (
     "slot_rows",  # rows of a slot of part_out, min(config.rows, query rows of a request)
     "num_ctas",  # grid of the decode kernel
     "team",  # CTAs that take neighbouring blocks of a request together, see work.py
+    "batch_invariant",  # 0 or 1
     "scale_log2",  # bmm1_scale * log2(e)
     "out_scale",  # bmm2_scale
     "lse_scale",  # 1: base 2, ln(2): base e, 0: no LSE is written
@@ -60,7 +61,7 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
         vector(cutlass.Float32, 32),
         vector(cutlass.Float32, 32),
         vector(cutlass.Int32, 32),
-        *(cutlass.Int32(1) for _ in range(7)),
+        *(cutlass.Int32(1) for _ in range(8)),
         *(cutlass.Float32(1.0) for _ in range(3)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from . import work_device as work
-from .work import MANY_CUTS, NO_CUT, ONE_GROUP
+from .work import NO_CUT, ONE_GROUP
 
 AHEAD = 2
 WORDS = len(work.Segment._fields)
@@ -20,9 +20,21 @@ WORDS = len(work.Segment._fields)
 def publish_all(c: cutlass.Constexpr, bars, s_segments, args, span):
     """The scheduler: every segment of the CTA, and one with request -1 behind the last."""
     turn, line = Int32(0), span.line
+    clear_splits(args, line)
     if span.line.start < span.line.end:
         turn = work.walk(c, args, span, partial(publish, c, bars, s_segments, args, line), turn)
     publish(c, bars, s_segments, args, line, work.Segment(*(Int32(-1) for _ in range(WORDS))), turn)
+
+
+@cute.jit
+def clear_splits(args, line):
+    """No block is cut in this CTA, unless a role says otherwise."""
+    first, end, each = args.cta, args.cta + 1, Int32(1)
+    if args.batch_invariant != 0:
+        first, end, each = line.start * line.team + line.member, line.end * line.team, line.team
+    for entry in cutlass.range(first + cute.arch.lane_idx() * each, end, 32 * each, unroll=1):
+        args.split_info[4 * entry + 2] = Int32(0)
+    cute.arch.sync_warp()
 
 
 @cute.jit
@@ -30,8 +42,6 @@ def publish(c: cutlass.Constexpr, bars, s_segments, args, line, seg, turn):
     slot = turn % AHEAD
     cute.arch.mbarrier_wait(bars.segment_empty + slot, turn // AHEAD % 2 ^ 1)
     if cute.arch.lane_idx() == 0:
-        if turn == 0:
-            args.split_info[4 * args.cta + 2] = Int32(0)  # no block is cut in this CTA, unless a role says otherwise
         for i, v in enumerate(seg):
             s_segments[i, slot] = v
         cute.arch.mbarrier_arrive(bars.segment_full + slot)
@@ -47,12 +57,12 @@ def tell_combine(c: cutlass.Constexpr, args, line, seg):
     is over: decode itself is launched without programmatic dependent launch.
     """
     if args.cta == 0:
-        cuts = Int32(NO_CUT) if line.parts == 1 else Int32(MANY_CUTS)
+        cuts = line.entries
         if (line.single != 0) & (seg.request >= 0):  # it begins in this CTA
             cuts = Int32(ONE_GROUP) if seg.parts > 0 else Int32(NO_CUT)
         rows = seg.q_len * args.heads
         for i, v in enumerate((cuts, work.first_row(c, args, seg), rows, seg.parts, seg.team)):
-            args.split_info[4 * args.num_ctas + i] = v
+            args.split_info[4 * args.max_entries + i] = v
         cute.arch.fence_acq_rel_gpu()
     cute.arch.griddepcontrol_launch_dependents()
 

@@ -15,6 +15,11 @@ A block that lies in one CTA goes straight to the output; of a block that is cut
 a slot of the workspace: slot 2k where the block began in an earlier CTA, slot 2k + 1 where it begins in CTA k. So
 there are two slots a CTA at the most, whatever the batch. CTA k names the block that begins and is cut in it in
 split_info[k].
+
+Batch-invariant, a block is cut into `own_parts` equal parts, which its own length decides, and each part is a segment
+even where one CTA computes its neighbour, too: so no row's result depends on where CTAs share a block. The line counts
+these parts. That at position i of the line has, for each member of the team, slot and entry i * team + member of the
+workspace; the entry of a cut block's first part names it.
 """
 
 from __future__ import annotations
@@ -22,10 +27,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_CTAS = 256  # of decode: combine reads the splits of so many
-# The first of HEAD_WORDS behind the split_info of all CTAs. ONE_GROUP: the others are (row, rows, parts, team) of it.
-NO_CUT, MANY_CUTS, ONE_GROUP = 0, 1, 2
+MAX_CTAS = 256  # of decode
+# The first of HEAD_WORDS behind all entries of split_info: NO_CUT, ONE_GROUP (the others are its row, rows, parts and
+# team), or the number of entries.
+NO_CUT, ONE_GROUP = 0, -1
 HEAD_WORDS = 5
+# Batch-invariant: tokens of a part (2.4 MB of the cache; the partial result of 64 rows takes 0.13 MB), most of a block
+PART_TOKENS, MOST_PARTS = 2048, 64
 
 
 class Segment(NamedTuple):
@@ -34,18 +42,16 @@ class Segment(NamedTuple):
     first: int  # steps [first, last) of the block's `steps`
     last: int
     steps: int
+    slot: int  # of the workspace, where its result goes if the block is cut
 
     @property
     def split(self) -> bool:
         return self.last - self.first < self.steps
 
-    def slot(self, cta: int) -> int:
-        return 2 * cta + (self.first == 0)
-
 
 class Split(NamedTuple):
-    """What combine needs of a block that is cut: rows [row, row + rows) of the output, from `parts` slots, CTAs
-    `stride` apart.
+    """What combine needs of a block that is cut: rows [row, row + rows) of the output, from `parts` slots, entries
+    of split_info `stride` apart.
     """
 
     row: int
@@ -53,9 +59,10 @@ class Split(NamedTuple):
     parts: int
     stride: int
 
-    def slots(self, cta: int) -> list[int]:
-        """In the order in which combine adds them; `cta` is the one in which the block begins."""
-        return [2 * cta + 1] + [2 * (cta + i * self.stride) for i in range(1, self.parts)]
+    def slots(self, entry: int, batch_invariant: bool = False) -> list[int]:
+        """In the order in which combine adds them; `entry` of split_info is the one that names the block."""
+        entries = [entry + i * self.stride for i in range(self.parts)]
+        return entries if batch_invariant else [2 * entry + 1, *(2 * other for other in entries[1:])]
 
 
 def share(total: int, parts: int, index: int) -> int:
@@ -69,11 +76,16 @@ def owner_of(total: int, parts: int, item: int) -> int:
     return ((item + 1) * parts - 1) // total
 
 
-def best_team(blocks: int, ctas: int) -> int:
+def own_parts(steps: int, tile_tokens: int) -> int:
+    """Batch-invariant: parts into which a block of so many steps is cut."""
+    return min(-(-steps * tile_tokens // PART_TOKENS), MOST_PARTS)
+
+
+def best_team(blocks: int, ctas: int, even: bool = False) -> int:
     """CTAs a team for requests of `blocks` blocks: what leaves the fewest CTAs without work, with 10% in favour of
-    sharing.
+    sharing. even: no member of a team goes without a block.
     """
-    sizes = range(1, min(blocks, ctas, 16) + 1)
+    sizes = [n for n in range(1, min(blocks, ctas, 16) + 1) if not even or blocks % n == 0]
     return min(sizes, key=lambda size: -(-blocks // size) / (ctas // size) * (1 + 0.1 / size))
 
 
@@ -101,41 +113,48 @@ def partition(
     tile_tokens: int = 128,
     block_cost: int = 2,
     split_cost: int = 5,
+    batch_invariant: bool = False,
 ) -> tuple[list[list[Segment]], list[Split | None]]:
-    """Segments of every CTA, and its split_info."""
+    """Segments of every CTA, and split_info: an entry a CTA; batch-invariant, one a part on the line and member."""
     shape = [(-(-q * num_heads // rows), -(-max(n, 0) // tile_tokens)) for n, q in zip(kv_lens, q_lens, strict=True)]
-    alone = sum(blocks * steps for blocks, steps in shape)
-    if sum(-(-blocks // team) * team * steps for blocks, steps in shape) * 8 > alone * 9:
+    sizes = [(blocks, own_parts(steps, tile_tokens) if batch_invariant else steps) for blocks, steps in shape]
+    alone = sum(blocks * length for blocks, length in sizes)
+    if sum(-(-blocks // team) * team * length for blocks, length in sizes) * 8 > alone * 9:
         team = 1  # members without a block would waste more than an eighth
     teams = ctas // team
-    groups = [(-(-blocks // team), steps) for blocks, steps in shape]
-    total = sum(count * steps for count, steps in groups)
-    number = sum(count for count, steps in groups if steps)
-    longest = max((steps for count, steps in groups if count), default=0)
-    parts = parts_of_group(total, number, longest, teams, block_cost, split_cost)
-    extra = block_cost if parts == 0 and number > 1 else 0
+    groups = [(-(-blocks // team), length) for blocks, length in sizes]
+    total = sum(count * length for count, length in groups)
+    number = sum(count for count, length in groups if length)
+    longest = max((length for count, length in groups if count), default=0)
+    parts = extra = 0
+    if not batch_invariant:
+        parts = parts_of_group(total, number, longest, teams, block_cost, split_cost)
+        extra = block_cost if parts == 0 and number > 1 else 0
     line = number * parts if parts else total + number * extra
     teams = min(teams, line)  # so that none is empty between two that share a block
 
     segments: list[list[Segment]] = [[] for _ in range(ctas)]
-    splits: list[Split | None] = [None] * ctas
+    splits: list[Split | None] = [None] * (line * team if batch_invariant else ctas)
     begin, row = 0, 0
-    for request, ((count, steps), (blocks, _)) in enumerate(zip(groups, shape, strict=True)):
-        length = parts if parts else steps + extra  # of a group on the line
+    for request, ((count, counted), (blocks, steps)) in enumerate(zip(groups, shape, strict=True)):
+        length = parts if parts else counted + extra  # of a group on the line
         for group in range(count if steps else 0):
             left, right = owner_of(line, teams, begin + extra), owner_of(line, teams, begin + length - 1)
             for member in range(min(team, blocks - group * team)):
                 block = group * team + member
                 for t in range(left, right + 1):
+                    cta = t * team + member
                     first = max(share(line, teams, t) - begin - extra, 0)
                     last = min(share(line, teams, t + 1) - begin, length) - extra
-                    if parts:
-                        first, last = share(steps, parts, first), share(steps, parts, last)
-                    piece = Segment(request, block, first, last, steps)
-                    segments[t * team + member].append(piece)
-                if right > left:
+                    for run in [(i, i + 1) for i in range(first, last)] if batch_invariant else [(first, last)]:
+                        slot = (begin + run[0]) * team + member if batch_invariant else 2 * cta + (run[0] == 0)
+                        cut = [share(steps, length, i) for i in run] if batch_invariant or parts else run
+                        segments[cta].append(Segment(request, block, cut[0], cut[1], steps, slot))
+                pieces = length if batch_invariant else right - left + 1
+                if pieces > 1:
                     live = min(rows, q_lens[request] * num_heads - block * rows)
-                    splits[left * team + member] = Split(row + block * rows, live, right - left + 1, team)
+                    entry = (begin if batch_invariant else left) * team + member
+                    splits[entry] = Split(row + block * rows, live, pieces, team)
             begin += length
         row += q_lens[request] * num_heads
     return segments, splits

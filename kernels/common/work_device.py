@@ -11,6 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute import FastDivmodDivisorV2
 
+from .work import MOST_PARTS, NO_CUT, PART_TOKENS
+
 LANES = 32
 
 
@@ -32,13 +34,14 @@ class Line(NamedTuple):
     end: Int32
     total: Int32
     steps: Int32  # of all groups, whatever the line counts
-    parts: Int32  # equal parts of a group on the line; 0: it counts its steps
+    parts: Int32  # equal parts of a group on the line; 0: it counts its steps, or own_parts of them
     extra: Int32  # what a group adds to its steps on the line
     team: Int32
     teams: Int32  # that have work
     single: Int32  # 1: there is one group
     index: Int32  # which of them the CTA is in, and which member it is
     member: Int32
+    entries: Int32  # of split_info, or NO_CUT
 
 
 class Request(NamedTuple):
@@ -65,7 +68,8 @@ class Segment(NamedTuple):
     first: Int32
     last: Int32
     steps: Int32
-    parts: Int32  # CTAs that share the block, if it begins and is cut in this one
+    parts: Int32  # of the block, if it is cut and this is the first; else 0
+    slot: Int32  # of the workspace, where its result goes if the block is cut
     end: Int32  # rows of the block see tokens of the steps [first, end) only; end may be below first
     team: Int32
     light: Int32  # 1: the batch is little work
@@ -121,8 +125,16 @@ def groups_of(args, blocks: Int32, team: Int32) -> Int32:
 
 
 @cute.jit
-def group_length(line: Line, steps: Int32) -> Int32:
-    length = line.parts if line.parts > 0 else steps + line.extra
+def counted(c: cutlass.Constexpr, args, steps: Int32) -> Int32:
+    """What the line counts of a group: its steps; batch-invariant, their own_parts."""
+    each = PART_TOKENS // c.tile_tokens
+    parts = cutlass.min((steps + (each - 1)) // each, MOST_PARTS)
+    return parts if args.batch_invariant != 0 else steps
+
+
+@cute.jit
+def group_length(c: cutlass.Constexpr, args, line: Line, steps: Int32) -> Int32:
+    length = line.parts if line.parts > 0 else counted(c, args, steps) + line.extra
     return length if steps > 0 else Int32(0)
 
 
@@ -130,7 +142,7 @@ def group_length(line: Line, steps: Int32) -> Int32:
 def length_of(c: cutlass.Constexpr, args, line: Line, b: Int32) -> Int32:
     """What a request adds to the line."""
     blocks, steps = shape_of(c, args, load_request(args, b))
-    return groups_of(args, blocks, line.team) * group_length(line, steps)
+    return groups_of(args, blocks, line.team) * group_length(c, args, line, steps)
 
 
 @cute.jit
@@ -146,12 +158,12 @@ def parts_of_group(c: cutlass.Constexpr, total: Int32, groups: Int32, longest: I
 
 @cute.jit
 def sizes_of(c: cutlass.Constexpr, args, b: Int32, team: Int32):
-    """(steps of all groups, groups, steps of one) of a request; all 0 where it has none."""
+    """(what the line counts of all groups, groups, what it counts of one) of a request; all 0 where it has none."""
     blocks, steps = shape_of(c, args, load_request(args, b))
-    groups = groups_of(args, blocks, team)
+    groups, length = groups_of(args, blocks, team), counted(c, args, steps)
     if (blocks == 0) | (steps == 0):
-        groups, steps = Int32(0), Int32(0)
-    return groups * steps, groups, steps
+        groups, length = Int32(0), Int32(0)
+    return groups * length, groups, length
 
 
 def wasteful(steps, team, alone):
@@ -165,13 +177,22 @@ def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32
     teams, index, member = args.divisors.teams, cta // args.divisors.team, cta % args.divisors.team
     if team == 1:
         teams, index, member = args.divisors.ctas, cta, Int32(0)
-    parts = parts_of_group(c, steps, groups, longest, teams)
-    extra = Int32(c.block_cost) if (parts == 0) & (groups > 1) else Int32(0)
+    parts, extra = Int32(0), Int32(0)
+    if args.batch_invariant == 0:
+        parts = parts_of_group(c, steps, groups, longest, teams)
+        extra = Int32(c.block_cost) if (parts == 0) & (groups > 1) else Int32(0)
     total = groups * parts if parts > 0 else steps + groups * extra
     single = (groups == 1).to(Int32)
+    entries = args.divisors.ctas.divisor if parts != 1 else Int32(NO_CUT)
+    if args.batch_invariant != 0:
+        steps = steps * (PART_TOKENS // c.tile_tokens)
+        # requests beyond the plan are promised no result, but must not leave the workspace
+        total = cutlass.min(total, args.max_entries // team)
+        entries = total * team if longest > 1 else Int32(NO_CUT)
     start = team_share(total, teams, index)
     end = team_share(total, teams, index + 1) if index < teams.divisor else start
-    return Line(start, end, total, steps, parts, extra, team, cutlass.min(teams.divisor, total), single, index, member)
+    used = cutlass.min(teams.divisor, total)
+    return Line(start, end, total, steps, parts, extra, team, used, single, index, member, entries)
 
 
 @cute.jit
@@ -251,32 +272,39 @@ def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state)
     now = span.lengths
     while pos < line.end:
         blocks, steps = shape_of(c, args, now)
-        groups, length = groups_of(args, blocks, line.team), group_length(line, steps)
+        groups, length = groups_of(args, blocks, line.team), group_length(c, args, line, steps)
         while pos - before >= groups * length:
             before += groups * length
             b += 1
             now = load_request(args, b)
             blocks, steps = shape_of(c, args, now)
-            groups, length = groups_of(args, blocks, line.team), group_length(line, steps)
+            groups, length = groups_of(args, blocks, line.team), group_length(c, args, line, steps)
         group = Int32(0)
         if groups > 1:
             group = (pos - before) // length
         begin = before + group * length
         first, last = pos - begin, cutlass.min(length, line.end - begin)
+        slot = pos * line.team + line.member
+        if args.batch_invariant != 0:
+            last = first + 1
         pos = begin + last
         first, last = cutlass.max(first - line.extra, 0), last - line.extra  # steps, or parts
         cuts = Int32(0)
         if (first == 0) & (pos < begin + length):
-            cuts = owner_of(line.total, line.teams, begin + length - 1) - line.index + 1
-        if line.parts > 0:
-            if line.parts == 1:
+            cuts = length
+            if args.batch_invariant == 0:
+                cuts = owner_of(line.total, line.teams, begin + length - 1) - line.index + 1
+        if args.batch_invariant == 0:
+            slot = 2 * args.cta + (first == 0).to(Int32)
+        if (line.parts > 0) | (args.batch_invariant != 0):
+            if length == 1:
                 last = steps
             else:
                 first, last = share(steps, length, first), share(steps, length, last)
         block = group * line.team + line.member
-        if (block < blocks) & (last > 0):
+        if (block < blocks) & (last > 0) & (begin + length <= line.total):
             light = (line.steps < c.evict_first_steps).to(Int32)
-            seg = Segment(b, *now, block, first, last, steps, cuts, last, line.team, light)
+            seg = Segment(b, *now, block, first, last, steps, cuts, slot, last, line.team, light)
             state = body(seg._replace(end=last_step(c, args, seg)), state)
     return state
 
@@ -307,3 +335,8 @@ def last_step(c, args, seg):
     """The segment's last step that a row of the block sees."""
     seen = seen_by(c, args, seg, live_rows(c, args, seg) - 1)
     return cutlass.min(seg.last, (seen + c.tile_tokens - 1) // c.tile_tokens)
+
+
+def entry_of(args, slot):
+    """The entry of split_info that names a block, by the slot of its first part."""
+    return slot >> (1 - args.batch_invariant)

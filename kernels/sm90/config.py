@@ -186,10 +186,6 @@ def refuse(problem: MLAProblem) -> str | None:
         return f"kv_cache dtype {problem.kv_dtype} differs from query dtype {problem.q_dtype}"
     if problem.out_dtype not in DTYPES:
         return f"output dtype {problem.out_dtype} is not one of {', '.join(DTYPES)}"
-    if problem.batch_invariant:
-        return (
-            "batch_invariant=True needs a split that depends on one request alone, which this kernel does not have yet"
-        )
     return None
 
 

@@ -26,6 +26,7 @@ from ..combine import READS, THREADS, combine
 from ..common import work_device as work
 from ..common.bundle import bundle
 from ..common.schedule import AHEAD, WORDS, publish_all
+from ..common.work import HEAD_WORDS
 from .attend import attend
 from .attend_few import attend_few
 from .config import DecodeConfig
@@ -59,6 +60,7 @@ class Decode:
         slot_rows: Int32,
         num_ctas: Int32,
         team: Int32,
+        batch_invariant: Int32,
         scale_log2: Float32,
         out_scale: Float32,
         lse_scale: Float32,
@@ -98,6 +100,8 @@ class Decode:
             slot_rows=slot_rows,
             num_ctas=num_ctas,
             team=team,
+            batch_invariant=batch_invariant,
+            max_entries=(cute.size(split_info) - HEAD_WORDS) // 4,
             divisors=work.divisors(num_ctas, team),
             scale_log2=scale_log2,
             out_scale=out_scale,

@@ -43,13 +43,10 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg, whol
 @cute.jit
 def slot_of(args, seg, live, row, teller):
     """The slot of a partial result. The CTA in which the block begins tells combine: its thread `teller` does."""
-    slot = 2 * args.cta
-    if seg.first == 0:
-        slot += 1
-        if teller:
-            for i, v in enumerate((row, live, seg.parts, seg.team)):
-                args.split_info[4 * args.cta + i] = v
-    return slot
+    if teller & (seg.parts > 0):
+        for i, v in enumerate((row, live, seg.parts, seg.team)):
+            args.split_info[4 * work.entry_of(args, seg.slot) + i] = v
+    return seg.slot
 
 
 @cute.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Sequence
@@ -99,6 +100,7 @@ def test_signatures() -> None:
             "kv_dtype": None,
             "out_dtype": bf16,
             "mask_type": "causal",
+            "batch_invariant": False,
             "device": None,
         },
     )
@@ -405,6 +407,10 @@ def test_workspace_size_without_a_gpu_is_the_largest() -> None:
     for sms in (1, 78, 132, 148, 160):
         for config in dispatch.shipped():
             assert make_plan(problem, config, sms).workspace_bytes <= size(4, 16, 512, 64, 64, 4096, device="cpu")
+        for heads in (5, 16, 40, 128):
+            invariant = dataclasses.replace(problem, num_heads=heads, batch_invariant=True)
+            plan = make_plan(invariant, dispatch.select(invariant, (9, 0)), sms)
+            assert plan.workspace_bytes == size(4, heads, 512, 64, 64, 4096, batch_invariant=True, device="cpu")
     if not torch.cuda.is_available():
         assert size(4, 16, 512, 64, 64, 4096) == size(4, 16, 512, 64, 64, 4096, device="cpu")
 

@@ -80,8 +80,8 @@ def test_hopper_rows_are_a_wgmma_side() -> None:
 
 
 def test_a_refusal_names_every_kernel_and_reason() -> None:
-    with pytest.raises(UnsupportedProblem, match="sm90.decode: batch_invariant") as caught:
-        dispatch.select(dataclasses.replace(PROBLEM, batch_invariant=True), HOPPER)
+    with pytest.raises(UnsupportedProblem, match="sm90.decode: query dtype fp8") as caught:
+        dispatch.select(dataclasses.replace(PROBLEM, q_dtype="fp8"), HOPPER)
     assert [kernel for kernel, _ in caught.value.reasons] == ["sm90.decode", "sm100"]
     assert "compute capability 10.0 or 10.3, this one has 9.0" in str(caught.value)
     assert isinstance(caught.value, NotImplementedError)

@@ -85,8 +85,20 @@ def test_what_a_kernel_is_given(q_lens: int | Sequence[int], lse_mode: str, monk
     assert (given["batch"], given["seq_len_q"], given["causal"]) == (4, 0 if packed else 2, 1)
     assert (given["max_kv_len"], given["slot_rows"], given["num_ctas"]) == (128, slot_rows, 3)
     assert given["scale_log2"] == pytest.approx(2 * math.log2(math.e))
-    assert given["out_scale"] == 0.5
+    assert (given["out_scale"], given["batch_invariant"]) == (0.5, 0)
     assert given["lse_scale"] == {"none": 0.0, "base2": 1.0, "basee": math.log(2)}[lse_mode]
+
+
+def test_a_batch_invariant_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("uniform", (5000, 1), num_heads=80)
+    prepared, received = recorder(dataclasses.replace(problem_of(case), batch_invariant=True), ctas=8)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: prepared.device.index)
+    launch.run(prepared, prepared.bind(None), call_of(case), False)
+    given = dict(zip(abi.ARGUMENTS, received, strict=True))
+    assert (given["batch_invariant"], given["num_ctas"], given["team"], given["slot_rows"]) == (1, 8, 2, 64)
+    parts = 2 * 2 * 3  # requests x blocks x parts of 5,000 tokens
+    shapes = [tuple(given[name].shape) for name in ("part_out", "part_stat", "split_info")]
+    assert shapes == [(parts * 64 * 512,), (parts * 64 * 2,), (4 * parts + HEAD_WORDS,)]
 
 
 class Operations(TorchDispatchMode):
@@ -172,6 +184,7 @@ def test_a_kernel_is_launched_on_nothing_when_it_is_prepared(
     assert set(numbers.values()) == {1}
     assert launch.prepare(problem, META, None) is prepared
     launch.prepare(dataclasses.replace(problem, max_kv_len=4096, num_heads=12), META, None)
+    launch.prepare(dataclasses.replace(problem, max_kv_len=4096, batch_invariant=True), META, None)
     assert len(fake_gpu) == 1, "once a kernel and device"
     launch.prepare(dataclasses.replace(problem, page_size=16), META, None)
     launch.prepare(dataclasses.replace(problem, num_heads=5), META, None)

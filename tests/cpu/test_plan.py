@@ -48,18 +48,49 @@ def test_no_more_ctas_than_kernels_take() -> None:
     assert make_plan(problem(max_kv_len=1 << 20), TILING, MAX_CTAS + 44).num_ctas == MAX_CTAS
 
 
-@pytest.mark.parametrize("heads", [8, 24])
-def test_size_never_falls_with_a_larger_bound(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "batch_invariant"), [(8, False), (24, False), (3, True)])
+def test_size_never_falls_with_a_larger_bound(heads: int, batch_invariant: bool) -> None:
     """Though a longer query may bring a kernel of more rows, whose steps are longer."""
     grid = {"batch_size": (1, 2, 7, 300), "max_seq_len_q": (1, 2, 5, 64), "max_kv_len": (1, 65, 129, 4096, 1 << 20)}
     sizes = {}
     for values in itertools.product(*grid.values()):
-        one = problem(num_heads=heads, **dict(zip(grid, values, strict=True)))
+        one = problem(num_heads=heads, batch_invariant=batch_invariant, **dict(zip(grid, values, strict=True)))
         sizes[values] = make_plan(one, dispatch.select(one, (9, 0)), 132).workspace_bytes
         assert sizes[values] == make_plan(one, TILING, 132).workspace_bytes
     for small, large in itertools.product(sizes, sizes):
         if all(a <= b for a, b in zip(small, large, strict=True)):
             assert sizes[small] <= sizes[large]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ctas", "team", "parts"),
+    [
+        ({"max_kv_len": 2048}, 8, 1, 1),  # nothing is cut
+        ({"max_kv_len": 2049}, 16, 1, 2),
+        ({"max_kv_len": 1 << 20}, 132, 1, 64),
+        ({"max_kv_len": 8192, "num_heads": 128}, 64, 2, 4),
+        ({"max_kv_len": 2049, "num_heads": 64, "max_seq_len_q": 7}, 112, 7, 2),
+        ({"max_kv_len": 2049, "num_heads": 64, "max_seq_len_q": 17}, 132, 1, 2),  # no team divides 17
+    ],
+)
+@pytest.mark.parametrize("sm_count", [1, 132])
+def test_batch_invariant_slots(changes: dict[str, int], ctas: int, team: int, parts: int, sm_count: int) -> None:
+    """One for each part of each block of 64 rows, whatever the number of SMs."""
+    invariant = problem(batch_invariant=True, **changes)
+    plan = make_plan(invariant, TILING, sm_count)
+    row_tiles = 8 * -(-invariant.max_seq_len_q * invariant.num_heads // 64)
+    assert (plan.num_ctas, plan.parts) == (min(ctas, sm_count), parts)
+    assert plan.team == (team if sm_count > 1 else 1)
+    rows = (row_tiles * parts if parts > 1 else 1) * plan.slot_rows
+    words = [section.bytes // 4 for section in plan.sections]
+    assert words == [rows * 512, rows * 2, 4 * row_tiles * parts + HEAD_WORDS]
+
+
+def test_batch_invariant_workspace_is_counted_in_int32() -> None:
+    large = problem(batch_size=1024, num_heads=64, max_kv_len=1 << 20, batch_invariant=True)
+    with pytest.raises(NotImplementedError, match="batch_size=1024.* elements of workspace"):
+        make_plan(large, TILING, 132)
+    assert make_plan(problem(batch_size=1023, num_heads=64, max_kv_len=1 << 20, batch_invariant=True), TILING, 132)
 
 
 def test_forced_ctas_hold_within_the_block_alone() -> None:

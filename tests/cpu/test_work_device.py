@@ -13,7 +13,7 @@ import pytest
 from mla_cute.kernels.common.work import best_team, partition
 
 CASES = 120
-Found = list[tuple[int, ...]]
+Found = tuple[list[tuple[int, ...]], int]  # segments; entries of split_info that combine reads
 
 
 def cases() -> list[dict[str, Any]]:
@@ -38,8 +38,13 @@ def cases() -> list[dict[str, Any]]:
                 "rows": rows,
                 "tile_tokens": tile_tokens,
                 "packed": packed,
+                "batch_invariant": False,
             }
         )
+    for case in made[: CASES // 3]:
+        case["kv_lens"] = [n * rng.choice([1, 1, 7, 60]) for n in case["kv_lens"]]
+        case["team"] = best_team(-(-max(*case["q_lens"], 1) * case["heads"] // case["rows"]), case["ctas"], even=True)
+        case["batch_invariant"] = True
     return made
 
 
@@ -49,17 +54,21 @@ def results() -> list[Found]:
     command = [sys.executable, str(Path(__file__).with_name("work_probe.py"))]
     done = subprocess.run(command, input=json.dumps(cases()), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    return [[tuple(row) for row in found] for found in json.loads(done.stdout.splitlines()[-1])]
+    return [([tuple(row) for row in rows], entries) for rows, entries in json.loads(done.stdout.splitlines()[-1])]
 
 
 @pytest.mark.parametrize("index", range(CASES))
 def test_device_partition_equals_its_twin(results: list[Found], index: int) -> None:
     case = cases()[index]
-    sizes = {name: case[name] for name in ("team", "rows", "tile_tokens")}
+    sizes = {name: case[name] for name in ("team", "rows", "tile_tokens", "batch_invariant")}
     segments, splits = partition(case["kv_lens"], case["q_lens"], case["heads"], case["ctas"], **sizes)
-    found = results[index]
-    assert [row[:6] for row in found] == [(cta, *piece) for cta, mine in enumerate(segments) for piece in mine]
-    for cta, *_, first, last, steps, parts in found:
+    found, entries = results[index]
+    assert [row[:7] for row in found] == [(cta, *piece) for cta, mine in enumerate(segments) for piece in mine]
+    for cta, *_, first, last, steps, slot, parts in found:
         begins_and_is_cut = first == 0 and last < steps
-        split = splits[cta]
+        split = splits[slot if case["batch_invariant"] else cta]
         assert parts == (split.parts if split and begins_and_is_cut else 0)
+    if any(splits):
+        assert entries == len(splits)
+    elif case["batch_invariant"]:
+        assert entries == 0

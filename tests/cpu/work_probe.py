@@ -17,7 +17,7 @@ from mla_cute.kernels.common.bundle import bundle
 
 @cute.jit
 def record(found: Any, cta: Any, seg: Any, count: Any) -> Any:
-    for i, value in enumerate((cta, seg.request, seg.block, seg.first, seg.last, seg.steps, seg.parts)):
+    for i, value in enumerate((cta, seg.request, seg.block, seg.first, seg.last, seg.steps, seg.slot, seg.parts)):
         found[count, i] = value
     return count + 1
 
@@ -38,6 +38,7 @@ class Probe:
         ctas: Int32,
         team: Int32,
         seq_len_q: Int32,
+        batch_invariant: Int32,
     ) -> None:
         c = self.c
         args = bundle(
@@ -49,6 +50,9 @@ class Probe:
             team=team,
             max_kv_len=Int32(1 << 30),
             seq_len_q=seq_len_q,
+            batch_invariant=batch_invariant,
+            max_entries=Int32(1 << 28),
+            cta=Int32(0),
             total_q=Int32(1 << 30),
             divisors=work.divisors(ctas, team),  # type: ignore[no-untyped-call]
         )
@@ -60,14 +64,15 @@ class Probe:
         used = team
         if work.wasteful(steps, team, alone):  # type: ignore[no-untyped-call]
             used, steps, groups = Int32(1), alone, blocks
-        at = Int32(0)
+        at, entries = Int32(0), Int32(0)
         for cta in range(ctas):
             line = work.line_of(c, args, used, steps, groups, longest, cta)
+            entries = line.entries
             if line.start < line.end:
                 request, before = work.find_request(c, args, line, Int32(0), Int32(0))
                 span = work.Span(line, request, before, work.load_request(args, request))
-                at = work.walk(c, args, span, partial(record, found, cta), at)
-        count[0] = at
+                at = work.walk(c, args._replace(cta=cta), span, partial(record, found, cta), at)
+        count[0], count[1] = at, entries
 
 
 def given(tensor: torch.Tensor) -> Any:
@@ -75,20 +80,21 @@ def given(tensor: torch.Tensor) -> Any:
 
 
 def main() -> None:
-    results: list[list[list[int]]] = []
+    results: list[tuple[list[list[int]], int]] = []
     compiled: dict[tuple[int, int], Any] = {}
     for case in json.load(sys.stdin):
         q_lens = case["q_lens"]
         offsets = [sum(q_lens[:b]) for b in range(len(q_lens) + 1)]
-        found, count = torch.zeros(1 << 14, 7, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        found, count = torch.zeros(1 << 15, 8, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         lengths = (torch.tensor(values, dtype=torch.int32) for values in (case["kv_lens"], offsets))
         tensors = [given(tensor) for tensor in (*lengths, found, count)]
         sizes = [len(q_lens), case["heads"], case["ctas"], case["team"], 0 if case["packed"] else q_lens[0]]
+        sizes.append(int(case["batch_invariant"]))
         tiling = case["rows"], case["tile_tokens"]
         if tiling not in compiled:
             compiled[tiling] = cute.compile(Probe(*tiling), *tensors, *(Int32(size) for size in sizes))
         compiled[tiling](*tensors, *sizes)
-        results.append(found[: int(count)].tolist())
+        results.append((found[: int(count[0])].tolist(), int(count[1])))
     print(json.dumps(results))
 
 

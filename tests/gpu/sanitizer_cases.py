@@ -26,6 +26,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "packed": (make_case("random", [5, 3, 9, 0, 200], q_lens=(1, 3, 0, 2, 4), page_size=16), {"ctas": 5}),
     "packed, few rows": (make_case("random", [5, 3, 9, 0, 200], q_lens=(1, 3, 0, 2, 4), num_heads=4), {"ctas": 5}),
     "more splits than tiles": (make_case("random", [65], num_heads=128), {"ctas": 33}),
+    "batch-invariant": (make_case("random", [2049, 70, 0, 20_000], q_lens=2, num_heads=40), {"batch_invariant": True}),
     "a table row for each request": (make_case("random", [128] * 40, q_lens=3, num_heads=8, page_size=16), {}),
 }
 

@@ -3,8 +3,11 @@
 The letter of a test's id is its subject: A padding and empty requests, B page tables and strides, C several query
 tokens, D heads, E LSE and scales, F batches, contexts and workspace, G graphs and determinism, H devices and
 compilation; the number only tells reports of one subject apart. Others are in test_products.py (splits, pages x query
-tokens, @@
-Not covered yet: pages of 1 to 8 tokens, fp8, batch-invariant results, torch.compile.
+tokens, heads, large scores), test_cuda.py (graphs, streams, synchronisation), test_large.py (addresses past 2**31,
+batches of 70,000, long contexts), test_invariance.py (batch-invariant results), test_processes.py (hangs, memory
+errors) and tests/cpu.
+
+Not covered yet: pages of 1 to 8 tokens, fp8, torch.compile.
 """
 
 from __future__ import annotations
