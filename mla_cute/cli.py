@@ -142,7 +142,7 @@ def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -
 
 
 @main.command()
-@click.option("--suite", type=click.Choice(["anchors", "shape"]), help="Default: anchors.")
+@click.option("--suite", type=click.Choice(["anchors", "shape", "small"]), help="Default: anchors.")
 @click.option("--cases", multiple=True, metavar="B,SQ,H,S", help="Requests, query tokens, heads, length; repeatable.")
 @click.option(
     "--plot",
@@ -162,17 +162,21 @@ def bench(suite: str | None, cases: Sequence[str], prefix: Path | None, json_fil
 
     The suite "anchors" sets each row beside what FlashMLA, FlashInfer and FlashAttention-3 took on an H200; --cases
     measures others in its place. The suite "shape" measures pairs in turn: unequal lengths, small pages and causal
-    queries against an even batch; "over" marks a ratio beyond its limit.
+    queries against an even batch; "over" marks a ratio beyond its limit. The suite "small" sets 1 to 16 requests beside
+    the time of their bytes or products at this machine's rates and 8 us.
     """
     import torch
 
-    from mla_cute.bench import anchors, plot, report, shape
+    from mla_cute.bench import anchors, plot, report, shape, small
     from mla_cute.bench.cases import parse
 
-    pairs = suite == "shape"
     if suite and cases:
         raise click.UsageError("--suite and --cases exclude each other")
-    if prefix and (problem := "the suite shape has no roofline" if pairs else plot.problem(prefix)):
+    others: dict[str | None, tuple[Any, Any, str]] = {
+        "shape": (shape.pairs, shape.compare, shape.HEADER),
+        "small": (small.bounds, small.measure, small.HEADER),
+    }
+    if prefix and (problem := f"the suite {suite} has no roofline" if suite in others else plot.problem(prefix)):
         raise click.BadParameter(problem, param_hint="--plot")
     try:
         chosen = [parse(text) for text in cases] or list(anchors.load())
@@ -182,12 +186,13 @@ def bench(suite: str | None, cases: Sequence[str], prefix: Path | None, json_fil
         raise click.UsageError("bench measures a GPU, and torch sees none on this machine")
     device = torch.device("cuda", torch.cuda.current_device())
     gpu = torch.cuda.get_device_name(device)
-    items: Sequence[Any] = list(shape.pairs()) if pairs else chosen
-    measure: Any = shape.compare if pairs else report.measure
+    header = f"{anchors.explain()}\n{report.HEADER}"
+    make, measure, header = others.get(suite, (lambda: chosen, report.measure, header))
+    items = list(make())
     with tqdm(total=len(items), unit="row") as bar:
         results, rates = report.run(items, measure, device, bar.update)
     click.echo(f"{gpu}, which reaches {rates}")
-    click.echo(shape.HEADER if pairs else f"{anchors.explain()}\n{report.HEADER}")
+    click.echo(header)
     for result in results:
         click.echo(result.row(rates))
     _write(json_file, report.as_data(results, rates, gpu))

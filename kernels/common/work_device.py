@@ -260,8 +260,8 @@ def find_span(c: cutlass.Constexpr, args, cta: Int32) -> Span:
         lengths = load_request(args, request)
     mask = cute.arch.vote_ballot_sync(holds)
     source = cute.arch.popc((mask & -mask) - 1)
-    request, before, *lengths = (cute.arch.shuffle_sync(v, source) for v in (request, before, *lengths))
-    return Span(line, request, before, Request(*lengths))
+    request, before, *found = (cute.arch.shuffle_sync(v, source) for v in (request, before, *lengths))
+    return Span(line, request, before, Request(*found))
 
 
 @cute.jit

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from mla_cute.bench import anchors, cases, plot, report, shape
+from mla_cute.bench import anchors, cases, plot, report, shape, small
 from mla_cute.bench.cases import BenchCase
 from mla_cute.bench.timing import Rates
 from mla_cute.cli import main
@@ -130,6 +130,20 @@ def test_compare_takes_turns(fake_times: list[Any]) -> None:
     assert compared.as_data(RECORDED)["case"]["seq_lens"] == (67, 133)
 
 
+def test_small_bounds_follow_the_slower_of_bytes_and_products() -> None:
+    for case, seconds in (
+        (BenchCase(1, 1, 8, 131072), BenchCase(1, 1, 8, 131072).bytes / RECORDED.copy),
+        (BenchCase(16, 1, 128, 131072), BenchCase(16, 1, 128, 131072).flops / (0.85 * RECORDED.gemm)),
+    ):
+        bound = small.Bound(case)
+        assert bound.seconds(RECORDED) == pytest.approx(seconds + 8e-6)
+        for factor, over in ((1.59, False), (1.61, True)):
+            found = small.Bounded(bound, measurement(case, factor * bound.seconds(RECORDED)))
+            assert found.ratio(RECORDED) == pytest.approx(factor)
+            assert found.row(RECORDED).endswith("  over") == over
+    assert {bound.case.num_heads for bound in small.bounds()} == {8, 16, 32, 64, 128}
+
+
 def test_bench_prints_and_writes(fake_times: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -152,6 +166,8 @@ def test_bench_prints_and_writes(fake_times: list[Any], tmp_path: Path, monkeypa
     monkeypatch.setattr(shape, "compare", lambda pair, device: shape.Comparison(pair, wrong, wrong, 1.0))
     result = bench("--suite", "shape")
     assert (result.exit_code, result.output.count("WRONG")) == (1, len(list(shape.pairs()))), result.output
+    result = bench("--suite", "small")
+    assert (result.exit_code, result.output.count("131072")) == (0, 25), result.output
 
 
 def test_what_cannot_be_done_is_an_error_of_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +177,7 @@ def test_what_cannot_be_done_is_an_error_of_usage(tmp_path: Path, monkeypatch: p
         ((), "bench measures a GPU, and torch sees none"),
         (("--cases", "1,2,3"), "a case is batch,query_tokens,heads,kv_len"),
         (("--cases", "1,9,16,8"), "query_tokens <= kv_len"),
-        (("--suite", "shapes"), "'anchors', 'shape'"),
+        (("--suite", "shapes"), "'anchors', 'shape', 'small'"),
         (("--suite", "shape", "--cases", "1,1,16,64"), "exclude each other"),
         (("--suite", "shape", "--plot", "p"), "no roofline"),
         (("--plot", str(tmp_path / "none" / "p")), "there is no folder"),
