@@ -34,7 +34,10 @@ class Bound(NamedTuple):
     part_out: Any
     part_stat: Any
     split_info: Any
-    no_lse: Any  # stands where no LSE is wanted
+    no_query: Any  # these stand where the other of a pair of arguments is given; never read or written
+    no_out: Any
+    no_lse: Any
+    unwanted_lse: Any  # stands where no LSE is wanted
     seq_len_q: int
     causal: int
     max_kv_len: int
@@ -68,11 +71,20 @@ class Prepared:
             flat[section.offset : section.offset + section.bytes].view(dtype)
             for section, dtype in zip(plan.sections, dtypes, strict=True)
         )
+        # leading extents of the form that runs have, and of the other
+        own, other = ((1,), (1, 1)) if problem.packed else ((1, 1), (1,))
+
+        def stand_in(dtype: torch.dtype, *shape: int) -> Any:
+            return converted(flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
+
         return Bound(
             part_out=converted(part_out),
             part_stat=converted(part_stat),
             split_info=converted(split_info),
-            no_lse=converted(part_stat.view(1, 1, -1)),
+            no_query=stand_in(TORCH_DTYPES[problem.q_dtype], *other, 1, HEAD_DIM),
+            no_out=stand_in(TORCH_DTYPES[problem.out_dtype], *other, 1, KV_LORA_RANK),
+            no_lse=stand_in(torch.float32, *other, 1),
+            unwanted_lse=stand_in(torch.float32, *own, 1),
             seq_len_q=0 if problem.packed else problem.max_seq_len_q,
             causal=int(problem.mask_type == "causal"),
             max_kv_len=problem.max_kv_len,
@@ -180,29 +192,29 @@ def _launch(
     launch: Callable[..., Any], bound: Bound, call: Arguments, out: Tensor, lse: Tensor | None, requests: int
 ) -> None:
     query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, _, _ = call
-    part_out, part_stat, split_info, given_lse, seq_len_q, causal, max_kv_len = bound[:7]
-    slot_rows, num_ctas, team, batch_invariant, lse_scale = bound[7:]
-    if not seq_len_q:  # packed
-        query, out = query[None], out[None]  # unsqueeze takes a third longer
-    else:
-        qo_indptr = split_info  # not read
+    part_out, part_stat, split_info, no_query, no_out, no_lse, given_lse = bound[:7]
+    seq_len_q, causal, max_kv_len, slot_rows, num_ctas, team, batch_invariant, lse_scale = bound[7:]
     if lse is None:
         lse_scale = 0.0
     else:
-        given_lse = lse if seq_len_q else lse[None]
+        given_lse = lse
+    if seq_len_q:
+        queries, outs, lses, qo_indptr = (query, no_query), (out, no_out), (given_lse, no_lse), split_info  # not read
+    else:
+        queries, outs, lses = (no_query, query), (no_out, out), (no_lse, given_lse)
     shape = kv_cache.shape
     if len(shape) == 4:
         kv_cache = kv_cache.squeeze(1)
     if shape[0] == 1:
         kv_cache = kv_cache[0][None]  # TMA checks the page stride, which may be anything where there is one page
     launch(
-        query,
+        *queries,
         kv_cache,
         block_tables,
         seq_lens,
         qo_indptr,
-        out,
-        given_lse,
+        *outs,
+        *lses,
         part_out,
         part_stat,
         split_info,

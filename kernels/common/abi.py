@@ -8,13 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 ARGUMENTS = (
-    "query",  # [batch, SQ, H, 576]; packed: [1, total_q, H, 576]; last stride 1
+    # Of each pair (plain, packed) a launch reads one: they differ in rank, and a view would cost the caller 2.7 us.
+    "query",  # [batch, SQ, H, 576], last stride 1
+    "packed_query",  # [total_q, H, 576]
     "kv_cache",  # [pages, page_size, 576], last stride 1
     "block_tables",  # int32 [>= batch, width], last stride 1
     "seq_lens",  # int32 [>= batch]
     "qo_indptr",  # int32 [>= batch + 1]; fixed: any int32 vector, it is not read
-    "out",  # [batch, SQ, H, 512] or [1, total_q, H, 512], compact
-    "lse",  # fp32 [batch, SQ, H] or [1, total_q, H], compact; any rank-3 fp32 tensor where lse_scale is 0
+    "out",  # [batch, SQ, H, 512], compact
+    "packed_out",  # [total_q, H, 512]
+    "lse",  # fp32 [batch, SQ, H], compact; neither is written where lse_scale is 0
+    "packed_lse",  # [total_q, H]
     "part_out",  # fp32 [2 * num_ctas * slot_rows * 512]
     "part_stat",  # fp32 [2 * num_ctas * slot_rows * 2]
     "split_info",  # int32 [4 * num_ctas + work.HEAD_WORDS]; batch-invariant: mla_cute/plan.py sizes these three
@@ -53,11 +57,14 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
     return (
         strided(dtype, extent(), extent(), extent(), config.head_dim, align=16, divisibility=8),
         strided(dtype, extent(), extent(), config.head_dim, align=16, divisibility=8),
+        strided(dtype, extent(), extent(), config.head_dim, align=16, divisibility=8),
         strided(cutlass.Int32, extent(), extent(), align=4),
         vector(cutlass.Int32, 4),
         vector(cutlass.Int32, 4),
         strided(out_dtype, extent(), extent(), extent(), config.latent, align=16, divisibility=8),
+        strided(out_dtype, extent(), extent(), config.latent, align=16, divisibility=8),
         strided(cutlass.Float32, extent(), extent(), extent(), align=4),
+        strided(cutlass.Float32, extent(), extent(), align=4),
         vector(cutlass.Float32, 32),
         vector(cutlass.Float32, 32),
         vector(cutlass.Int32, 32),

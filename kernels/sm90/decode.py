@@ -30,7 +30,7 @@ from ..common.work import HEAD_WORDS
 from .attend import attend
 from .attend_few import attend_few
 from .config import DecodeConfig
-from .layouts import CHUNK, DTYPES, cache_view, query_view, slot_layout, swizzled, tiled_mma
+from .layouts import CHUNK, DTYPES, cache_view, one_output, one_query, query_view, slot_layout, swizzled, tiled_mma
 from .load import fill_empty, load_kv, load_query, prefetch_table
 
 
@@ -44,12 +44,15 @@ class Decode:
     def __call__(
         self,
         query: cute.Tensor,
+        packed_query: cute.Tensor,
         kv_cache: cute.Tensor,
         block_tables: cute.Tensor,
         seq_lens: cute.Tensor,
         qo_indptr: cute.Tensor,
         out: cute.Tensor,
+        packed_out: cute.Tensor,
         lse: cute.Tensor,
+        packed_lse: cute.Tensor,
         part_out: cute.Tensor,
         part_stat: cute.Tensor,
         split_info: cute.Tensor,
@@ -67,6 +70,10 @@ class Decode:
         stream: cuda.CUstream,
     ):
         c = self.c
+        query = one_query(query, packed_query, seq_len_q == 0)
+        total = query.shape[0] * query.shape[1] * query.shape[2]  # rows
+        out = one_output(out, packed_out, seq_len_q == 0, (total, c.latent), 16)
+        lse = one_output(lse, packed_lse, seq_len_q == 0, (total,), 4)
         load, cache = cpasync.CopyBulkTensorTileG2SOp(), cache_view(kv_cache, c.page_rows)
         rows, even_rows = query_view(query)
         boxes = {name: (8, CHUNK, ring.columns // CHUNK, c.page_rows // 8) for name, ring in c.rings.items()}
@@ -77,7 +84,7 @@ class Decode:
             box, columns = (c.rows, CHUNK, c.half // CHUNK), c.latent // CHUNK
             out_rows = cute.make_tensor(
                 out.iterator,
-                cute.make_layout((cute.size(out) // c.latent, CHUNK, columns), stride=(c.latent, 1, CHUNK)),
+                cute.make_layout((total, CHUNK, columns), stride=(c.latent, 1, CHUNK)),
             )
             store = cpasync.CopyBulkTensorTileS2GOp()
             atoms["out"] = cpasync.make_tiled_tma_atom(store, out_rows, swizzled(out.element_type, box), box)
@@ -88,7 +95,7 @@ class Decode:
             seq_lens=seq_lens,
             qo_indptr=qo_indptr,
             out=out,
-            lse=cute.make_tensor(lse.iterator, cute.make_layout(cute.size(lse))),
+            lse=lse,
             part_out=part_out,
             part_stat=part_stat,
             split_info=split_info,

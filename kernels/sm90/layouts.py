@@ -5,6 +5,7 @@ box walks 512 (or 128) contiguous bytes of eight whole rows of the cache before 
 one contiguous piece of the slot. V is the same bytes read column-major.
 """
 
+import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
@@ -93,6 +94,25 @@ def wrap(slot, step, slots, phase):
         return slot, phase
     over = (slot + step >= slots).to(Int32)
     return slot + step - over * slots, phase ^ over
+
+
+@cute.jit
+def one_query(query, packed, is_packed):
+    """query (B, SQ, H, 576), or the packed one as (1, total_q, H, 576)."""
+    address, (batch, tokens, heads, dim), (apart, token, head, _) = query.iterator.toint(), query.shape, query.stride
+    if is_packed:
+        address, batch, tokens, heads = packed.iterator.toint(), Int32(1), packed.shape[0], packed.shape[1]
+        apart, token, head = Int64(dim), packed.stride[0], packed.stride[1]
+    pointer = cute.make_ptr(query.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, cute.make_layout((batch, tokens, heads, dim), stride=(apart, token, head, 1)))
+
+
+@cute.jit
+def one_output(plain, packed, is_packed, shape, align: cutlass.Constexpr):
+    """A compact output of this shape, plain or packed."""
+    address = packed.iterator.toint() if is_packed else plain.iterator.toint()
+    pointer = cute.make_ptr(plain.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=tuple(range(len(shape)))[::-1]))
 
 
 @cute.jit
