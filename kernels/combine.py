@@ -4,8 +4,8 @@ Launched with programmatic dependent launch behind decode; a few CTAs an SM, wha
 shift of a row's parts,
     out = sum_i 2**(shift_i - m) O_i / sum_i 2**(shift_i - m) sum_i,   LSE = m + log2 of that denominator.
 
-All CTAs share all rows. Of a block of few parts a warp merges half a row. Of a block of many, all warps of a CTA take
-one piece of a row: merge_lanes lanes with 4 columns each read a part, so a CTA has THREADS / merge_lanes streams.
+All CTAs share all rows. Of a block of few parts (few_parts) a warp merges half a row. Of a block of many, all warps of
+a CTA take one piece of a row: merge_lanes lanes with 4 columns each read a part, in THREADS / merge_lanes streams.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .common.math import row_result
 from .common.work import NO_CUT, ONE_GROUP
 
 THREADS, WARPS, LANES = 256, 8, 32
-FEW, CHUNKS = 8, 2  # up to so many parts a warp merges so many chunks of a row alone
+CHUNKS = 2  # of a row that a warp merges alone
 COLUMNS = 128  # of a chunk: 4 a lane
 # what combine takes of decode's arguments
 READS = (
@@ -59,7 +59,7 @@ def combine(c: cutlass.Constexpr, args):
     begin = Int32(0)
     while begin < s_count[2]:
         if cuts != ONE_GROUP:
-            list_splits(args, s_mask, s_split, s_count, begin, tid, warp_idx, lane)
+            list_splits(c, args, s_mask, s_split, s_count, begin, tid, warp_idx, lane)
         merge_all(c, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid)
         cute.arch.sync_threads()  # the list may be overwritten
         begin += THREADS
@@ -100,7 +100,7 @@ def list_group(c: cutlass.Constexpr, args, s_split, s_count, tid):
     if tid < blocks:
         put(args, s_split, tid, tid, row + tid * c.rows, cutlass.min(rows - tid * c.rows, c.rows), parts, team)
     if tid == 0:
-        few = blocks if parts <= FEW else Int32(0)
+        few = blocks if parts <= c.few_parts else Int32(0)
         s_count[0], s_count[1] = few, blocks - few
     cute.arch.sync_threads()
 
@@ -120,7 +120,7 @@ def find_item(args, s_split, before, item, pieces: cutlass.Constexpr):
 
 
 @cute.jit
-def list_splits(args, s_mask, s_split, s_count, begin, tid, warp_idx, lane):
+def list_splits(c: cutlass.Constexpr, args, s_mask, s_split, s_count, begin, tid, warp_idx, lane):
     """Of up to THREADS entries from `begin` on, the blocks that they name to s_split, those of few parts before those
     of many, each in order; s_count: how many.
     """
@@ -128,7 +128,7 @@ def list_splits(args, s_mask, s_split, s_count, begin, tid, warp_idx, lane):
     at = cutlass.min(begin + tid, s_count[2] - 1)
     cute.autovec_copy(cute.local_tile(args.split_info, (4,), (at,)), info)  # (row, rows, parts, stride)
     parts = info[2] if at == begin + tid else Int32(0)
-    kinds = ((parts > 0) & (parts <= FEW), parts > FEW)
+    kinds = ((parts > 0) & (parts <= c.few_parts), parts > c.few_parts)
     masks = [cute.arch.vote_ballot_sync(kind) for kind in kinds]
     if lane == 0:
         for k in cutlass.range_constexpr(2):
@@ -142,7 +142,7 @@ def list_splits(args, s_mask, s_split, s_count, begin, tid, warp_idx, lane):
                 before[k] += n
             count[k] += n
     if parts > 0:
-        place = count[0] + before[1] if parts > FEW else before[0]
+        place = count[0] + before[1] if parts > c.few_parts else before[0]
         put(args, s_split, place, at, *(info[j] for j in range(4)))
     if tid == 0:
         s_count[0], s_count[1] = count[0], count[1]

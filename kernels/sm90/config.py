@@ -118,6 +118,13 @@ class DecodeConfig:
     least_merge_ctas: ClassVar[int] = 128  # a piece of 16 rows for each: see merge_lanes
 
     @property
+    def few_parts(self) -> int:
+        """Parts up to which a warp of combine merges a block's rows alone. Few rows: four blocks may have 33 parts each,
+        and their rows are too many for a CTA each (H200: (8, 1, 32, 1024), 16 parts, 29 us so).
+        """
+        return 40 if self.few else 8
+
+    @property
     def merge_lanes(self) -> int:
         """Lanes of combine that read a part of many together: few rows would leave half of its CTAs without work."""
         return 16 if self.few else 32

@@ -99,10 +99,14 @@ def wrap(slot, step, slots, phase):
 @cute.jit
 def one_query(query, packed, is_packed):
     """query (B, SQ, H, 576), or the packed one as (1, total_q, H, 576)."""
-    address, (batch, tokens, heads, dim), (apart, token, head, _) = query.iterator.toint(), query.shape, query.stride
-    if is_packed:
-        address, batch, tokens, heads = packed.iterator.toint(), Int32(1), packed.shape[0], packed.shape[1]
-        apart, token, head = Int64(dim), packed.stride[0], packed.stride[1]
+    dim = query.shape[3]
+    address = packed.iterator.toint() if is_packed else query.iterator.toint()
+    batch = Int32(1) if is_packed else query.shape[0]
+    tokens = packed.shape[0] if is_packed else query.shape[1]
+    heads = packed.shape[1] if is_packed else query.shape[2]
+    apart = Int64(dim) if is_packed else query.stride[0]
+    token = packed.stride[0] if is_packed else query.stride[1]
+    head = packed.stride[1] if is_packed else query.stride[2]
     pointer = cute.make_ptr(query.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout((batch, tokens, heads, dim), stride=(apart, token, head, 1)))
 
