@@ -4,8 +4,8 @@ Launched with programmatic dependent launch behind decode; a few CTAs an SM, wha
 shift of a row's parts,
     out = sum_i 2**(shift_i - m) O_i / sum_i 2**(shift_i - m) sum_i,   LSE = m + log2 of that denominator.
 
-All CTAs share all rows. Of a block of few parts (few_parts) a warp merges half a row. Of a block of many, all warps of
-a CTA take one piece of a row: merge_lanes lanes with 4 columns each read a part, in THREADS / merge_lanes streams.
+All CTAs share all rows. Of a block of few parts (few_parts) a warp merges half a row. Of a block of many, all warps
+of a CTA take one piece of a row: merge_lanes lanes with 4 columns each read a part, in THREADS / merge_lanes streams.
 """
 
 from typing import NamedTuple
