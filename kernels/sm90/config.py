@@ -119,8 +119,8 @@ class DecodeConfig:
 
     @property
     def few_parts(self) -> int:
-        """Parts up to which a warp of combine merges a block's rows alone. Few rows: four blocks may have 33 parts each,
-        and their rows are too many for a CTA each (H200: (8, 1, 32, 1024), 16 parts, 29 us so).
+        """Parts up to which a warp of combine merges rows alone. With few rows, four blocks may have 33 parts each, and
+        their rows are too many for a CTA each (H200: (8, 1, 32, 1024), 16 parts, 29 us so).
         """
         return 40 if self.few else 8
 
