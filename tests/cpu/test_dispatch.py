@@ -57,7 +57,7 @@ def test_every_kernel_is_well_named_and_has_its_files() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "tokens", "rows"),
-    [(1, 1, 16), (3, 5, 16), (16, 1, 16), (17, 1, 32), (8, 4, 32), (11, 3, 64), (64, 1, 64), (128, 8, 64)],
+    [(1, 1, 8), (8, 1, 8), (3, 3, 16), (16, 1, 16), (17, 1, 32), (8, 4, 32), (11, 3, 64), (64, 1, 64), (128, 8, 64)],
 )
 def test_the_smallest_hopper_kernel_that_holds_a_request(heads: int, tokens: int, rows: int) -> None:
     for packed in (False, True):
