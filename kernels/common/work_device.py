@@ -182,11 +182,12 @@ def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32
         parts = parts_of_group(c, steps, groups, longest, teams)
         extra = Int32(c.block_cost) if (parts == 0) & (groups > 1) else Int32(0)
     total = groups * parts if parts > 0 else steps + groups * extra
+    total = cutlass.max(total, 0)  # offsets that claim the query again and again may pass 2**31: nothing is computed
     single = (groups == 1).to(Int32)
     entries = args.divisors.ctas.divisor if parts != 1 else Int32(NO_CUT)
     if args.batch_invariant != 0:
         steps = steps * (PART_TOKENS // c.tile_tokens)
-        # requests beyond the plan are promised no result, but must not leave the workspace
+        # requests beyond the plan, and those behind them, are promised no result, but must not leave the workspace
         total = cutlass.min(total, args.max_entries // team)
         entries = total * team if longest > 1 else Int32(NO_CUT)
     start = team_share(total, teams, index)
