@@ -17,8 +17,9 @@ from cutlass.memory import SmemAllocator
 
 from .common.math import row_result
 from .common.work import NO_CUT, ONE_GROUP
+from .common.work_device import LANES
 
-THREADS, WARPS, LANES = 256, 8, 32
+THREADS, WARPS = 256, 8
 CHUNKS = 2  # of a row that a warp merges alone
 COLUMNS = 128  # of a chunk: 4 a lane
 # what combine takes of decode's arguments

@@ -32,7 +32,7 @@ def clear_splits(args, line):
     first, end, each = args.cta, args.cta + 1, Int32(1)
     if args.batch_invariant != 0:
         first, end, each = line.start * line.team + line.member, line.end * line.team, line.team
-    for entry in cutlass.range(first + cute.arch.lane_idx() * each, end, 32 * each, unroll=1):
+    for entry in cutlass.range(first + cute.arch.lane_idx() * each, end, work.LANES * each, unroll=1):
         args.split_info[4 * entry + 2] = Int32(0)
     cute.arch.sync_warp()
 

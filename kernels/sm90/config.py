@@ -68,6 +68,7 @@ class DecodeConfig:
     split_cost: ClassVar[int] = 5
     query_warps: ClassVar[int] = 2
     scheduler_warp: ClassVar[int] = 3
+    least_merge_ctas: ClassVar[int] = 128  # of combine: a piece of 16 rows for each, see merge_lanes
 
     def __post_init__(self) -> None:
         if self.rows not in (*FEW_ROWS, 64):
@@ -114,8 +115,6 @@ class DecodeConfig:
     def merge_ctas(self) -> int:
         """CTAs of combine for each of decode: as many as fit on an SM at once, few rows: beside decode."""
         return 1 if self.few else 4
-
-    least_merge_ctas: ClassVar[int] = 128  # a piece of 16 rows for each: see merge_lanes
 
     @property
     def few_parts(self) -> int:

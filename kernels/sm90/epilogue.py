@@ -185,7 +185,7 @@ def store_columns(c: cutlass.Constexpr, me, target, first, live):
 
 @cute.jit
 def store_rows(c: cutlass.Constexpr, me, target, first, live):
-    """Rows times their factor in me.total to rows of `target` from `first` on. Eight lanes hold eight neighbouring
+    """Rows times their factor in me.total to 16-bit rows of `target` from `first` on. Eight lanes hold neighbouring
     latents of two rows, and again 8 latents on: two trades give each lane four latents of one row, and the warp 16.
     """
     upper, right = (me.tid & 4) != 0, (me.tid & 8) != 0
@@ -201,5 +201,4 @@ def store_rows(c: cutlass.Constexpr, me, target, first, live):
                 a, b = trade(pairs[0][i], pairs[1][i], right, 8)
                 four[i], four[2 + i] = (a * gain).to(target.element_type), (b * gain).to(target.element_type)
             if mine < live:
-                at = (line + n * CHUNK).align(4 * target.element_type.width // 8)
-                cute.autovec_copy(four, cute.make_tensor(at, cute.make_layout(4)))
+                cute.autovec_copy(four, cute.make_tensor((line + n * CHUNK).align(8), cute.make_layout(4)))

@@ -1,4 +1,6 @@
-"""The roles of warpgroup 0: one warp gathers KV tiles by page id, three fetch query rows and write empty results."""
+"""The roles of warpgroup 0 but the scheduler's: one warp gathers KV tiles by page id, two fetch query rows; and the
+results of what has no tokens, which the scheduler warp writes with those two.
+"""
 
 from functools import partial
 
@@ -10,9 +12,9 @@ from cutlass.cute.nvgpu import cpasync
 from ..common import work_device as work
 from ..common.bundle import bundle
 from ..common.schedule import follow
+from ..common.work_device import LANES
 from .layouts import CHUNK, SWIZZLE_BYTES, after_step, copy_view, output_view, place
 
-LANES = 32
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 WORD = 16  # bytes of one asynchronous copy and of one store
 

@@ -2,14 +2,14 @@
 
 import json
 import os
-from typing import Any
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; only host code is compiled
 
 import torch
 from cutlass import Int32, Int64, cute
-from cutlass.cute.runtime import from_dlpack
 from mla_cute.kernels.sm90.layouts import one_output, one_query
+
+from .work_probe import given
 
 
 class Probe:
@@ -20,10 +20,6 @@ class Probe:
         shape_and_stride = (*query.shape[:3], *query.stride[:3], out.shape[0], out.stride[0])
         for i, value in enumerate((*shape_and_stride, query.iterator.toint(), out.iterator.toint())):
             found[i] = Int64(value)
-
-
-def given(tensor: torch.Tensor) -> Any:
-    return from_dlpack(tensor).mark_layout_dynamic()
 
 
 def main() -> None:
@@ -38,7 +34,3 @@ def main() -> None:
         values = found.tolist()
         results.append([*values[:8], *(value - taken.data_ptr() for value in values[8:])])
     print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
