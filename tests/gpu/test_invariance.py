@@ -94,8 +94,8 @@ def test_a_request_keeps_its_bits(
 def test_every_number_of_parts_is_right(
     page: int, dtype: torch.dtype, device: torch.device, scaled: Callable[[Any, Any], Any]
 ) -> None:
-    """Lengths at both ends of each number of parts up to 20, so that combine takes both of its ways."""
-    lengths = [2048 * parts + more for parts in range(1, scaled(20, 2)) for more in (0, 1)]
+    """Lengths at both ends of each number of parts up to 20, and of 41: combine takes both of its ways."""
+    lengths = [2048 * parts + more for parts in scaled([*range(1, 20), 41], [1]) for more in (0, 1)]
     for heads, tokens in ((16, 1), (100, 1), (40, 3)):
         for mask in MASKS:
             case = make_case(
