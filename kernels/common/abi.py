@@ -53,7 +53,7 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
     def vector(dtype: Any, align: int) -> Any:
         return make_fake_compact_tensor(dtype, (extent(),), assumed_align=align)
 
-    dtype, out_dtype = types[config.in_dtype], types[config.out_dtype]
+    dtype, out_dtype = types[config.q_dtype], types[config.out_dtype]
     return (
         strided(dtype, extent(), extent(), extent(), config.head_dim, align=16, divisibility=8),
         strided(dtype, extent(), extent(), config.head_dim, align=16, divisibility=8),

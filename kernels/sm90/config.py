@@ -46,13 +46,14 @@ class Piece(NamedTuple):
 class DecodeConfig:
     """One compiled kernel. Nothing of the batch is in it, so a new batch never recompiles.
 
-    in_dtype, out_dtype: "bf16" or "fp16" (query and cache share in_dtype). page_rows: tokens a TMA copy takes from
+    q_dtype, kv_dtype, out_dtype: "bf16" or "fp16" (query and cache alike). page_rows: tokens a TMA copy takes from
     one page, min(page_size, 64). Pages of 64, 128 and 256 share a kernel: the page size is a run-time shift.
     rows: query rows (token x head) a CTA. 64 are the M of a WGMMA, and two math warpgroups share each pair of tiles;
     8, 16, 24 or 32 ("few") are the N of WGMMAs whose M is tokens or latents, and one math warpgroup does a tile.
     """
 
-    in_dtype: str
+    q_dtype: str
+    kv_dtype: str
     out_dtype: str
     page_rows: int
     rows: int = 64
@@ -76,7 +77,8 @@ class DecodeConfig:
 
     @property
     def name(self) -> str:
-        return f"sm90_r{self.rows}_{self.in_dtype}_{self.out_dtype}_p{self.page_rows}"
+        inputs = self.q_dtype if self.kv_dtype == self.q_dtype else f"{self.q_dtype}_{self.kv_dtype}"
+        return f"sm90_r{self.rows}_{inputs}_{self.out_dtype}_p{self.page_rows}"
 
     @property
     def few(self) -> bool:
@@ -167,14 +169,14 @@ class DecodeConfig:
     @property
     def lazy(self) -> float:
         """log2 units by which a score may pass its row's reference before O is rescaled."""
-        return 8.0 if self.in_dtype == "bf16" else 2.0
+        return 8.0 if self.q_dtype == "bf16" else 2.0
 
     @property
     def lift(self) -> float:
         """log2 of a factor in P and its row sums. fp16 has 5 exponent bits: P fills them up to 2**15 (lazy + lift), so
         that weights down to 2**-27 of the largest keep all their bits, as beside an attention sink they must.
         """
-        return 0.0 if self.in_dtype == "bf16" else 13.0
+        return 0.0 if self.q_dtype == "bf16" else 13.0
 
     @property
     def smem_bytes(self) -> int:
@@ -209,13 +211,13 @@ def rows_for(problem: MLAProblem) -> int:
 
 def config_for(problem: MLAProblem) -> DecodeConfig:
     page_rows = min(problem.page_size, DecodeConfig.tile)
-    return DecodeConfig(problem.q_dtype, problem.out_dtype, page_rows, rows_for(problem))
+    return DecodeConfig(problem.q_dtype, problem.kv_dtype, problem.out_dtype, page_rows, rows_for(problem))
 
 
 def shipped() -> tuple[DecodeConfig, ...]:
     """Every kernel of this architecture."""
     return tuple(
-        DecodeConfig(i, o, p, rows)
+        DecodeConfig(i, i, o, p, rows)
         for rows in (64, *reversed(SHIPPED_FEW))
         for i in DTYPES
         for o in DTYPES

@@ -37,7 +37,7 @@ from .load import fill_empty, load_kv, load_query, prefetch_table
 class Decode:
     def __init__(self, config: DecodeConfig):
         self.c = bundle(
-            **{k: getattr(config, k) for k in dir(config) if not k.startswith("_")}, dtype=DTYPES[config.in_dtype]
+            **{k: getattr(config, k) for k in dir(config) if not k.startswith("_")}, dtype=DTYPES[config.q_dtype]
         )
 
     @cute.jit

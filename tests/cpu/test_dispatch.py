@@ -62,12 +62,12 @@ def test_every_kernel_is_well_named_and_has_its_files() -> None:
 def test_the_smallest_hopper_kernel_that_holds_a_request(heads: int, tokens: int, rows: int) -> None:
     for packed in (False, True):
         problem = dataclasses.replace(PROBLEM, num_heads=heads, max_seq_len_q=tokens, packed=packed)
-        assert dispatch.select(problem, HOPPER) == DecodeConfig("bf16", "bf16", 64, rows)
+        assert dispatch.select(problem, HOPPER) == DecodeConfig("bf16", "bf16", "bf16", 64, rows)
 
 
 @pytest.mark.parametrize("rows", [*FEW_ROWS, 64])
 def test_hopper_resources(rows: int) -> None:
-    config = DecodeConfig("bf16", "bf16", 64, rows)
+    config = DecodeConfig("bf16", "bf16", "bf16", 64, rows)
     assert config.smem_bytes + 2048 <= SMEM_LIMIT
     math_threads = 32 * config.math_warps
     registers = (config.threads - math_threads) * config.producer_regs + math_threads * config.consumer_regs
@@ -76,7 +76,7 @@ def test_hopper_resources(rows: int) -> None:
 
 def test_hopper_rows_are_a_wgmma_side() -> None:
     with pytest.raises(ValueError, match="rows must be"):
-        DecodeConfig("bf16", "bf16", 64, 40)
+        DecodeConfig("bf16", "bf16", "bf16", 64, 40)
 
 
 def test_a_refusal_names_every_kernel_and_reason() -> None:

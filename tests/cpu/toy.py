@@ -17,7 +17,8 @@ class ToyConfig:
     number: int = 1
 
     arch: ClassVar[str] = "sm_90a"
-    in_dtype: ClassVar[str] = "bf16"
+    q_dtype: ClassVar[str] = "bf16"
+    kv_dtype: ClassVar[str] = "bf16"
     out_dtype: ClassVar[str] = "bf16"
     head_dim: ClassVar[int] = 576
     latent: ClassVar[int] = 512

@@ -74,7 +74,7 @@ def test_every_pair_of_levels(row: dict[str, Any], device: torch.device) -> None
 @pytest.mark.parametrize("config", dispatch.shipped(), ids=lambda config: config.name)
 def test_every_kernel(config: Any, device: torch.device) -> None:
     """Each compiled variant in both masks and forms, with an empty request, whole and ragged tiles, cut and whole."""
-    dtype, out_dtype = TORCH_DTYPES[config.in_dtype], TORCH_DTYPES[config.out_dtype]
+    dtype, out_dtype = TORCH_DTYPES[config.q_dtype], TORCH_DTYPES[config.out_dtype]
     pages = [page for page in PAGE_SIZES if min(page, 64) == config.page_rows]
     for page, tokens, mask, packed in product(pages, (1, 3), MASKS, (False, True)):
         case = make_case(
