@@ -42,7 +42,7 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+    types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Float8E4M3FN}
     extent = cute.sym_int
 
     def strided(dtype: Any, *shape: Any, align: int, divisibility: int = 1) -> Any:
@@ -53,11 +53,12 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
     def vector(dtype: Any, align: int) -> Any:
         return make_fake_compact_tensor(dtype, (extent(),), assumed_align=align)
 
-    dtype, out_dtype = types[config.q_dtype], types[config.out_dtype]
+    q_dtype, kv_dtype, out_dtype = types[config.q_dtype], types[config.kv_dtype], types[config.out_dtype]
+    q_words, kv_words = 128 // q_dtype.width, 128 // kv_dtype.width  # elements of 16 bytes
     return (
-        strided(dtype, extent(), extent(), extent(), config.head_dim, align=16, divisibility=8),
-        strided(dtype, extent(), extent(), config.head_dim, align=16, divisibility=8),
-        strided(dtype, extent(), extent(), config.head_dim, align=16, divisibility=8),
+        strided(q_dtype, extent(), extent(), extent(), config.head_dim, align=16, divisibility=q_words),
+        strided(q_dtype, extent(), extent(), config.head_dim, align=16, divisibility=q_words),
+        strided(kv_dtype, extent(), extent(), config.head_dim, align=16, divisibility=kv_words),
         strided(cutlass.Int32, extent(), extent(), align=4),
         vector(cutlass.Int32, 4),
         vector(cutlass.Int32, 4),

@@ -323,12 +323,13 @@ def clear_dead(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, seg, tile, 
 @cute.jit
 def zero_rows(c: cutlass.Constexpr, slots, columns: cutlass.Constexpr, slot, first, tid):
     """Zero the rows of a slot from `first` on, by 128 threads: each does a 16-byte word of a row in all its chunks."""
-    words, chunks = 8, columns // CHUNK
+    line, chunks = CHUNK * c.kv_bytes // 4, columns // CHUNK  # 4-byte words of a chunk's row
+    words = line // 4
     zeros = cute.make_rmem_tensor((4,), Int32)
     zeros.fill(0)
     base = cute.make_ptr(Int32, slots.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
     for index in cutlass.range(tid, (c.tile - first) * words, 128, unroll=1):
         row = first + index // words
-        offset = slot * (c.tile * columns // 2) + (row // 8) * (chunks * 256) + (row % 8) * 32 + (index % words) * 4
+        offset = slot * (c.tile * chunks * line) + (row // 8) * (8 * chunks * line) + row % 8 * line + index % words * 4
         for n in cutlass.range_constexpr(chunks):
-            cute.autovec_copy(zeros, cute.make_tensor((base + offset + n * 256).align(16), cute.make_layout(4)))
+            cute.autovec_copy(zeros, cute.make_tensor((base + offset + n * 8 * line).align(16), cute.make_layout(4)))

@@ -13,17 +13,19 @@ ARCH = "sm_90a"
 CAPABILITIES = ((9, 0),)
 KERNEL = "mla_cute.kernels.sm90.decode:Decode"
 DTYPES = ("bf16", "fp16")
+FP8 = "e4m3"
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory a CTA may have on sm_90
 FEW_ROWS = (8, 16, 24, 32)  # what the few-row kernel compiles for; rows_for picks among SHIPPED_FEW
 SHIPPED_FEW = (8, 16, 32)
+SHIPPED_FEW_FP8 = (16, 32)
 
 
 class Barrier(IntEnum):
     """Named barriers (0 is the CTA's own)."""
 
-    SUM = 1  # the math warps exchange row sums
+    SUM = 1  # all math warps
     WARPGROUP = 2  # + warpgroup: its 128 threads alone
-    MOVED = 4  # few rows: the warpgroup asks whether a reference has to move
+    MOVED = 4  # swapped form: the math warps ask whether a reference has to move
 
 
 class Ring(NamedTuple):
@@ -46,10 +48,12 @@ class Piece(NamedTuple):
 class DecodeConfig:
     """One compiled kernel. Nothing of the batch is in it, so a new batch never recompiles.
 
-    q_dtype, kv_dtype, out_dtype: "bf16" or "fp16" (query and cache alike). page_rows: tokens a TMA copy takes from
-    one page, min(page_size, 64). Pages of 64, 128 and 256 share a kernel: the page size is a run-time shift.
-    rows: query rows (token x head) a CTA. 64 are the M of a WGMMA, and two math warpgroups share each pair of tiles;
-    8, 16, 24 or 32 ("few") are the N of WGMMAs whose M is tokens or latents, and one math warpgroup does a tile.
+    q_dtype, kv_dtype, out_dtype: "bf16" or "fp16" (query and cache alike), or an "e4m3" cache with any of the three as
+    query. page_rows: tokens a TMA copy takes from one page, min(page_size, 64) or less. Pages of 64, 128 and 256 share
+    a kernel: the page size is a run-time shift. rows: query rows (token x head) a CTA. 64 are the M of a WGMMA, and two
+    math warpgroups share each pair of tiles; 8, 16, 24 or 32 ("few") are the N of WGMMAs whose M is tokens or latents
+    (the swapped form), and one math warpgroup does a tile. With an e4m3 cache all rows take the swapped form, by two
+    math warpgroups for each pair of tiles.
     """
 
     q_dtype: str
@@ -85,13 +89,48 @@ class DecodeConfig:
         return self.rows < 64
 
     @property
+    def fp8(self) -> bool:
+        return self.kv_dtype == FP8
+
+    @property
+    def compute(self) -> str:
+        """The dtype of all products: fp16 holds every e4m3 number, and widening takes one instruction for two."""
+        return "fp16" if self.fp8 else self.q_dtype
+
+    @property
+    def swapped(self) -> bool:
+        return self.few or self.fp8
+
+    @property
+    def tiles(self) -> int:
+        """Of a step, the unit in which work is split."""
+        return 1 if self.few and not self.fp8 else 2
+
+    @property
     def tile_tokens(self) -> int:
-        """A step, the unit in which work is split: a pair of tiles, or one."""
-        return 64 if self.few else 128
+        return self.tile * self.tiles
 
     @property
     def math_warps(self) -> int:
-        return 4 if self.few else 8
+        return 4 * self.tiles
+
+    @property
+    def q_bytes(self) -> int:
+        return 1 if self.q_dtype == FP8 else 2
+
+    @property
+    def kv_bytes(self) -> int:
+        return 1 if self.fp8 else 2
+
+    @property
+    def row_gains(self) -> bool:
+        """Whether each row has a power of two of its own in its scores: bf16 rows that become fp16 ones."""
+        return self.fp8 and self.q_dtype == "bf16"
+
+    @property
+    def combine_beside(self) -> bool:
+        """Whether combine waits on the same SM (PDL): registers are left for it."""
+        return self.math_warps == 4
 
     @property
     def threads(self) -> int:
@@ -100,18 +139,22 @@ class DecodeConfig:
 
     @property
     def producer_regs(self) -> int:
-        return 48 if self.rows < 32 else 40  # with fewer the KV warp spills, with more the math warps of 32 rows
+        # with fewer the KV warp spills, with more the math warps of 32 rows
+        if self.fp8:
+            return 72 if self.few else 40
+        return 48 if self.few and self.rows < 32 else 40
 
     @property
     def consumer_regs(self) -> int:
-        return 256 - self.producer_regs if self.few else 232  # few rows: of a launch with 128
+        # of a launch with 128 or 168 a thread
+        return 256 - self.producer_regs if self.combine_beside else 252 - self.producer_regs // 2
 
     @property
     def blocks_per_sm(self) -> int:
-        """CTAs an SM that registers are left for. ptxas keeps setmaxnreg only where it is given. Few rows: 2, though
-        shared memory holds one; the other half of the registers is for combine, which waits beside decode (PDL).
+        """CTAs an SM that registers are left for. ptxas keeps setmaxnreg only where it is given. 2, though shared memory
+        holds one, where the other half of the registers is for combine.
         """
-        return 2 if self.few else 1
+        return 2 if self.combine_beside else 1
 
     @property
     def merge_ctas(self) -> int:
@@ -137,6 +180,8 @@ class DecodeConfig:
 
     @property
     def rings(self) -> dict[str, Ring]:
+        if self.fp8:
+            return {"third": Ring(192, {64: 9, 32: 12}.get(self.rows, 15))}
         if self.few:  # beside combine's shared memory
             return {"third": Ring(192, 8 if self.rows <= 16 else 7)}
         return {"half": Ring(256, 4), "rope": Ring(64, 2)}  # two tiles
@@ -144,10 +189,20 @@ class DecodeConfig:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Of a step, in the order in which they are loaded and used: L_a, R_a, rope_a, R_b, L_b, rope_b for a pair."""
-        if self.few:
-            return tuple(Piece("third", n, 0, n) for n in range(3))
+        if self.swapped:
+            return tuple(Piece("third", 3 * t + n, t, n) for t in range(self.tiles) for n in range(3))
         tiles = ([Piece("half", 2 * t + j, t, t ^ j) for j in (0, 1)] + [Piece("rope", t, t, 8)] for t in (0, 1))
         return tuple(piece for tile in tiles for piece in tile)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a ring of thirds."""
+        return self.tile * 192 * self.kv_bytes
+
+    @property
+    def group_loads(self) -> int:
+        """e4m3: pairs of WGMMAs that are issued together, from 8 registers each of widened keys or values."""
+        return 2 if self.rows == 64 else 4
 
     @property
     def output_slots(self) -> tuple[int, int]:
@@ -157,33 +212,33 @@ class DecodeConfig:
     @property
     def staging(self) -> Piece | None:
         """The first piece that may lie where O waits."""
-        return None if self.few else self.pieces[3]
+        return None if self.swapped else self.pieces[3]
 
     @property
     def evict_first_steps(self) -> int:
         """Below this much work (226 MB of KV) the cache is read with evict_first. H200: 38 MB 31.0 -> 29.6 us, 76 MB
         42.4 -> 39.8 us, 151 MB 61.3 -> 59.4 us, but 1.2 GB 297 -> 315 us.
         """
-        return 1536 * 128 // self.tile_tokens
+        return 1536 * 128 * 2 // (self.kv_bytes * self.tile_tokens)
 
     @property
     def lazy(self) -> float:
         """log2 units by which a score may pass its row's reference before O is rescaled."""
-        return 8.0 if self.q_dtype == "bf16" else 2.0
+        return 8.0 if self.compute == "bf16" else 2.0
 
     @property
     def lift(self) -> float:
         """log2 of a factor in P and its row sums. fp16 has 5 exponent bits: P fills them up to 2**15 (lazy + lift), so
         that weights down to 2**-27 of the largest keep all their bits, as beside an attention sink they must.
         """
-        return 0.0 if self.q_dtype == "bf16" else 13.0
+        return 0.0 if self.compute == "bf16" else 13.0
 
     @property
     def smem_bytes(self) -> int:
         """Tiles and P alone; the barriers and row statistics take less than 2 KB more."""
-        kv = sum(self.tile * ring.columns * ring.slots for ring in self.rings.values())
-        p = self.rows * self.tile if self.few else 0  # else it lies over the rope columns
-        return 2 * (self.rows * self.head_dim + kv + p)
+        kv = sum(self.tile * ring.columns * ring.slots for ring in self.rings.values()) * self.kv_bytes
+        p = self.rows * self.tile_tokens if self.swapped else 0  # else it lies over the rope columns
+        return kv + 2 * (self.rows * self.head_dim + p)
 
 
 def refuse(problem: MLAProblem) -> str | None:

@@ -27,8 +27,8 @@ from ..common import work_device as work
 from ..common.bundle import bundle
 from ..common.schedule import AHEAD, WORDS, publish_all
 from ..common.work import HEAD_WORDS
-from .attend import attend
-from .attend_few import attend_few
+from .attend import attend as attend_rows
+from .attend_swapped import attend as attend_swapped
 from .config import DecodeConfig
 from .layouts import CHUNK, DTYPES, cache_view, one_output, one_query, query_view, slot_layout, swizzled, tiled_mma
 from .load import fill_empty, load_kv, load_query, prefetch_table
@@ -37,7 +37,10 @@ from .load import fill_empty, load_kv, load_query, prefetch_table
 class Decode:
     def __init__(self, config: DecodeConfig):
         self.c = bundle(
-            **{k: getattr(config, k) for k in dir(config) if not k.startswith("_")}, dtype=DTYPES[config.q_dtype]
+            **{k: getattr(config, k) for k in dir(config) if not k.startswith("_")},
+            dtype=DTYPES[config.compute],
+            q_type=DTYPES[config.q_dtype],
+            kv_type=DTYPES[config.kv_dtype],
         )
 
     @cute.jit
@@ -70,17 +73,19 @@ class Decode:
         stream: cuda.CUstream,
     ):
         c = self.c
-        query = one_query(query, packed_query, seq_len_q == 0)
+        # 16-bit rows travel as they are, whatever their bits mean
+        query = one_query(query, packed_query, seq_len_q == 0, c.dtype if c.q_bytes == 2 else query.element_type)
         total = query.shape[0] * query.shape[1] * query.shape[2]  # rows
         out = one_output(out, packed_out, seq_len_q == 0, (total, c.latent), 16)
         lse = one_output(lse, packed_lse, seq_len_q == 0, (total,), 4)
         load, cache = cpasync.CopyBulkTensorTileG2SOp(), cache_view(kv_cache, c.page_rows)
         rows, even_rows = query_view(query)
         boxes = {name: (8, CHUNK, ring.columns // CHUNK, c.page_rows // 8) for name, ring in c.rings.items()}
-        atoms = {name: cpasync.make_tiled_tma_atom(load, cache, swizzled(c.dtype, b), b) for name, b in boxes.items()}
-        box = (c.rows, CHUNK, c.head_dim // CHUNK)
-        atoms["query"] = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
-        if const_expr(not c.few):
+        atoms = {name: cpasync.make_tiled_tma_atom(load, cache, swizzled(c.kv_type, b), b) for name, b in boxes.items()}
+        if const_expr(c.q_bytes == 2):
+            box = (c.rows, CHUNK, c.head_dim // CHUNK)
+            atoms["query"] = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
+        if const_expr(not c.swapped):
             box, columns = (c.rows, CHUNK, c.half // CHUNK), c.latent // CHUNK
             out_rows = cute.make_tensor(
                 out.iterator,
@@ -121,7 +126,7 @@ class Decode:
             block=[c.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=c.blocks_per_sm,
-            preferred_smem_carveout=100 if c.few else None,
+            preferred_smem_carveout=100 if c.combine_beside else None,
         )
         combine(c, bundle(**{name: getattr(given, name) for name in READS})).launch(
             grid=[cutlass.max(num_ctas * c.merge_ctas, c.least_merge_ctas), 1, 1],
@@ -129,7 +134,7 @@ class Decode:
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=c.merge_ctas,
-            preferred_smem_carveout=100 if c.few else 25,  # few rows: as decode, beside which it waits
+            preferred_smem_carveout=100 if c.combine_beside else 25,  # 100: as decode
         )
 
     @cute.kernel
@@ -147,7 +152,9 @@ class Decode:
                 for name, (dtype, layout) in row_numbers(c).items()
             },
             **{
-                name: allocator.allocate_tensor(c.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+                name: allocator.allocate_tensor(
+                    c.kv_type if name in c.rings else c.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner
+                )
                 for name, layout in layouts._asdict().items()
             },
         )
@@ -164,7 +171,7 @@ class Decode:
         if warp_idx == 1:
             init_barriers(c, bars)
             cute.arch.mbarrier_init_fence()
-            for name in (*c.rings, "query"):
+            for name in (*c.rings, *(["query"] if c.q_bytes == 2 else [])):
                 cpasync.prefetch_descriptor(getattr(tma, name))
         prefetch_table(c, given.block_tables, given.batch, cta, tid)
         if warp_idx == c.scheduler_warp:
@@ -184,8 +191,9 @@ class Decode:
         else:
             cute.arch.sync_threads()
             cute.arch.setmaxregister_increase(c.consumer_regs)
-            if const_expr(c.few):
-                attend_few(c, mmas, smem, bars, args, tid - 128)
+            attend = attend_swapped if c.swapped else attend_rows
+            if const_expr(c.math_warps == 4):
+                attend(c, 0, mmas, smem, bars, args, tid - 128)
             elif warp_idx < 8:
                 attend(c, 0, mmas, smem, bars, args, tid - 128)
             else:
@@ -194,21 +202,26 @@ class Decode:
 
 def tile_layouts(c):
     """Shared memory of the query, the KV rings and, where it does not lie over the rope columns, P."""
-    rings = {name: slot_layout(c, c.dtype, ring.columns, ring.slots) for name, ring in c.rings.items()}
-    p = {"p": swizzled(c.dtype, (c.rows, c.tile))} if c.few else {}
+    rings = {name: slot_layout(c, ring.columns, ring.slots) for name, ring in c.rings.items()}
+    p = {"p": swizzled(c.dtype, (c.rows, c.tile, c.tiles))} if c.swapped else {}
     return {"query": swizzled(c.dtype, (c.rows, c.head_dim)), **rings, **p}
 
 
 def row_numbers(c):
-    """Numbers of a row: the reference and each warpgroup's sum; few rows: tokens seen, each warp's maximum and sum."""
+    """Numbers of a row: the reference and each warpgroup's sum; swapped form: see attend_swapped.py."""
     row = cute.make_layout((c.rows,))
-    if c.few:
+    if c.swapped:
         warps = cute.make_layout((c.rows, c.math_warps), stride=(c.math_warps, 1))
-        return {"limit": (Int32, row), "top": (Float32, warps), "sum": (Float32, warps)}
+        gain = {"gain": (Float32, row)} if c.row_gains else {}
+        one = {name: (Float32, row) for name in ("high", "shift", "alpha")}
+        return {"limit": (Int32, row), **one, **gain, "top": (Float32, warps), "sum": (Float32, warps)}
     return {"ref": (Float32, row), "sum": (Float32, cute.make_layout((c.rows, 2, 2)))}
 
 
 def tiled_mmas(c):
+    if c.fp8:
+        both = tiled_mma(c.dtype, c.rows, a="RMEM")
+        return {"qk": both, "pv": both}
     if c.few:
         return {"qk": tiled_mma(c.dtype, c.rows), "pv": tiled_mma(c.dtype, c.rows, a_major="MN")}
     return {
@@ -222,7 +235,7 @@ def barrier_counts(c):
     """Barriers of each kind."""
     rings = {f"{name}_{kind}": ring.slots for name, ring in c.rings.items() for kind in ("full", "empty")}
     rings |= {"segment_full": AHEAD, "segment_empty": AHEAD}
-    return {"query_full": 1, "query_empty": 1, **rings, **({} if c.few else {"scored": 2, "p_full": 2})}
+    return {"query_full": 1, "query_empty": 1, **rings, **({} if c.swapped else {"scored": 2, "p_full": 2})}
 
 
 def init_barriers(c, bars):
@@ -230,6 +243,8 @@ def init_barriers(c, bars):
     arrivals = {f"{name}_full": 1 for name in (*c.rings, "segment")}
     arrivals |= {"query_full": c.query_warps, "query_empty": c.math_warps}
     arrivals["segment_empty"] = 1 + c.query_warps + c.math_warps
+    if c.swapped:
+        arrivals["third_empty"] = c.math_warps
     with cute.arch.elect_one():
         for name, count in barrier_counts(c).items():
             for i in range(count):

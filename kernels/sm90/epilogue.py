@@ -126,66 +126,108 @@ def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, live, row
 
 def row_of(me, e):
     """The row of a thread's e-th accumulator column."""
-    return me.row + e % 2 + e // 2 * 8
+    return me.row + row_after(e)
+
+
+def row_after(e):
+    return e % 2 + e // 2 * 8
+
+
+def latent_of(c, w, tid):
+    """The first latent of a thread's accumulators in the swapped form. The second is the next one where values were
+    widened, else 8 on; those of the other blocks lie CHUNK on.
+    """
+    return w * (c.latent // c.tiles) + (tid >> 5) * 16 + ((tid & 31) >> 2) * (2 if c.fp8 else 1)
 
 
 @cute.jit
-def finish_few(c: cutlass.Constexpr, me, smem, args, seg):
-    """finish() for few rows: they are the columns of O^T, and their sums lie in all four warps."""
-    columns, lane = cute.size(me.total), me.tid % 32
-    for e in cutlass.range_constexpr(columns):
+def finish_swapped(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg):
+    """finish() for the swapped form: rows are the columns of O^T, and their sums lie in all math warps. Thread r of
+    warpgroup 0 sees to the numbers of row r.
+    """
+    for e in cutlass.range_constexpr(cute.size(me.total)):
         v = me.total[e]
         for i in cutlass.range_constexpr(3):
             v = v + cute.arch.shuffle_sync_bfly(v, offset=4 << i)
-        if lane < 4:
-            smem.sum[row_of(me, e), me.tid // 32] = v
-    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=128)
-    four = cute.make_rmem_tensor((4,), Float32)
-    for e in cutlass.range_constexpr(columns):
-        cute.autovec_copy(smem.sum[row_of(me, e), None], four)
-        me.total[e] = (four[0] + four[1]) + (four[2] + four[3])
-    live = work.live_rows(c, args, seg)
-    row = work.first_row(c, args, seg)
-    if seg.last - seg.first < seg.steps:
+        if me.tid % 32 < 4:
+            smem.sum[row_of(me, e), me.warp] = v
+    meet(c)
+    live, row, cut = work.live_rows(c, args, seg), work.first_row(c, args, seg), seg.last - seg.first < seg.steps
+    slot, first = Int32(0), row
+    if cut:
         live = cutlass.min(live, args.slot_rows)
-        slot = slot_of(args, seg, live, row, me.tid == 0)
+        slot = slot_of(args, seg, live, row, (w == 0) & (me.tid == 0))
+        first = slot * args.slot_rows
+    if (w == 0) & (me.tid < live):
+        sums = cute.make_rmem_tensor((c.math_warps,), Float32)
+        cute.autovec_copy(smem.sum[me.tid, None], sums)
         stat = cute.make_rmem_tensor((2,), Float32)
-        for e in cutlass.range_constexpr(columns):
-            mine = row_of(me, e)
-            if (me.tid < 4) & (mine < live):
-                stat[0] = -Float32.inf if me.high[e] == -Float32.inf else me.shift[e]
-                stat[1] = me.total[e]
-                cute.autovec_copy(stat, cute.local_tile(args.part_stat, (2,), (slot * args.slot_rows + mine,)))
-        store_columns(c, me, args.part_out, slot * args.slot_rows, live)
+        stat[0] = -Float32.inf if smem.high[me.tid] == -Float32.inf else smem.shift[me.tid]
+        stat[1] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        for i in cutlass.range_constexpr(4, c.math_warps, 2):
+            stat[1] = stat[1] + (sums[i] + sums[i + 1])
+        if cut:
+            cute.autovec_copy(stat, cute.local_tile(args.part_stat, (2,), (first + me.tid,)))
+        else:
+            smem.alpha[me.tid], lse = row_result(stat[0], stat[1], args)
+            if args.lse_scale != 0.0:
+                args.lse[row + me.tid] = lse
+    if cut:
+        store_columns(c, w, me, args.part_out, first, live)
     else:
-        for e in cutlass.range_constexpr(columns):
-            mine = row_of(me, e)
-            me.total[e], lse = row_result(me.shift[e], me.total[e], args)
-            if (me.tid < 4) & (mine < live) & (args.lse_scale != 0.0):
-                args.lse[row + mine] = lse
-        store_rows(c, me, args.out, row, live)
-    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=128)  # sums may be overwritten
+        meet(c)
+        if const_expr(c.fp8):
+            store_pairs(c, w, me, smem, args.out, first, live)
+        else:
+            store_rows(c, me, smem, args.out, first, live)
+    meet(c)  # the rows' numbers may be overwritten
+
+
+def meet(c):
+    """All math warps."""
+    cute.arch.barrier(barrier_id=Barrier.SUM, number_of_threads=32 * c.math_warps)
 
 
 @cute.jit
-def store_columns(c: cutlass.Constexpr, me, target, first, live):
-    """O^T as it is to fp32 rows of `target` from `first` on. Eight lanes hold eight neighbouring latents of a row, so
-    single words fill whole sectors. The code runs once a block, mostly cold: its length is what counts.
+def store_columns(c: cutlass.Constexpr, w: cutlass.Constexpr, me, target, first, live):
+    """O^T as it is to fp32 rows of `target` from `first` on. Eight lanes hold eight or sixteen neighbouring latents of a
+    row, so single words or pairs fill whole sectors. The code runs once a block, mostly cold: its length counts.
     """
-    latent = me.tid // 32 * 16 + me.tid % 32 // 4
+    line = target.iterator + (first + me.row).to(cutlass.Int64) * c.latent + latent_of(c, w, me.tid)
+    two = cute.make_rmem_tensor((2,), Float32)
     for e in cutlass.range_constexpr(c.rows // 4):
-        mine = row_of(me, e)
-        line = target.iterator + (first + mine).to(cutlass.Int64) * c.latent + latent
-        if mine < live:
-            for n in cutlass.range_constexpr(c.latent // CHUNK):
+        if row_of(me, e) < live:
+            for n in cutlass.range_constexpr(len(me.blocks)):
+                place = line + (row_after(e) * c.latent + n * CHUNK)
                 for v in cutlass.range_constexpr(2):
-                    word = cute.make_tensor(line + (n * CHUNK + v * 8), cute.make_layout(1))
-                    word[0] = me.blocks[n][(e % 2, v, e // 2), 0, 0]
+                    two[v] = me.blocks[n][(e % 2, v, e // 2), 0, 0]
+                if const_expr(c.fp8):
+                    cute.autovec_copy(two, cute.make_tensor(place.align(8), cute.make_layout(2)))
+                else:
+                    words = cute.make_tensor(place, cute.make_layout(2, stride=8))
+                    words[0], words[1] = two[0], two[1]
 
 
 @cute.jit
-def store_rows(c: cutlass.Constexpr, me, target, first, live):
-    """Rows times their factor in me.total to 16-bit rows of `target` from `first` on. Eight lanes hold neighbouring
+def store_pairs(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, target, first, live):
+    """Rows times their factor (alpha) to 16-bit rows of `target` from `first` on: a word of two latents a lane, and
+    eight lanes fill a sector.
+    """
+    line = target.iterator + (first + me.row).to(cutlass.Int64) * c.latent + latent_of(c, w, me.tid)
+    two = cute.make_rmem_tensor((2,), target.element_type)
+    for e in cutlass.range_constexpr(c.rows // 4):
+        if row_of(me, e) < live:
+            gain = smem.alpha[row_of(me, e)]
+            for n in cutlass.range_constexpr(len(me.blocks)):
+                for v in cutlass.range_constexpr(2):
+                    two[v] = (me.blocks[n][(e % 2, v, e // 2), 0, 0] * gain).to(target.element_type)
+                place = line + (row_after(e) * c.latent + n * CHUNK)
+                cute.autovec_copy(two, cute.make_tensor(place.align(4), cute.make_layout(2)))
+
+
+@cute.jit
+def store_rows(c: cutlass.Constexpr, me, smem, target, first, live):
+    """Rows times their factor (alpha) to 16-bit rows of `target` from `first` on. Eight lanes hold neighbouring
     latents of two rows, and again 8 latents on: two trades give each lane four latents of one row, and the warp 16.
     """
     upper, right = (me.tid & 4) != 0, (me.tid & 8) != 0
@@ -193,7 +235,7 @@ def store_rows(c: cutlass.Constexpr, me, target, first, live):
     four = cute.make_rmem_tensor((4,), target.element_type)
     for g in cutlass.range_constexpr(c.rows // 8):
         mine = me.row + (me.tid & 4) // 4 + 8 * g
-        gain = me.total[2 * g + 1] if upper else me.total[2 * g]
+        gain = smem.alpha[mine]
         line = target.iterator + (first + mine).to(cutlass.Int64) * c.latent + latent
         for n in cutlass.range_constexpr(c.latent // CHUNK):
             pairs = [trade(me.blocks[n][(0, v, g), 0, 0], me.blocks[n][(1, v, g), 0, 0], upper, 4) for v in range(2)]

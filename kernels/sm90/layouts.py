@@ -1,22 +1,24 @@
 """Shared-memory layouts and tiled MMAs of the Hopper kernels, the views that TMA and WGMMA take of them, and rings.
 
-A KV slot lies in shared memory as [8-token group][64-column chunk][8][64] with the 128-byte swizzle, so that one TMA
-box walks 512 (or 128) contiguous bytes of eight whole rows of the cache before it goes on, and a page of 16 tokens is
-one contiguous piece of the slot. V is the same bytes read column-major.
+A KV slot lies in shared memory as [8-token group][64-column chunk][8][64] with the swizzle of 64 columns (128 bytes,
+e4m3: 64), so that one TMA box walks 128 to 512 contiguous bytes of eight whole rows of the cache before it goes on, and
+a page of 16 tokens is one contiguous piece of the slot. V is the same bytes read column-major.
 """
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Float16, Float32, Int32, Int64
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-DTYPES = {"bf16": BFloat16, "fp16": Float16}
-SWIZZLE_BYTES, CHUNK = 128, 64  # a swizzled row, and the 16-bit columns in it
+DTYPES = {"bf16": BFloat16, "fp16": Float16, "e4m3": Float8E4M3FN}
+CHUNK = 64  # columns of a swizzled row
+SWIZZLE_BYTES = 128  # of it in 16 bits
 
 
 def swizzled(dtype, shape, order=None):
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    kinds = warpgroup.SmemLayoutAtomKind
+    atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if dtype.width == 16 else kinds.K_SW64, dtype)
     return cute.tile_to_shape(atom, shape, order or tuple(range(len(shape))))
 
 
@@ -34,8 +36,13 @@ def tiled_mma(dtype, n, b_major="K", a="SMEM", a_major="K"):
     )
 
 
-def slot_layout(c, dtype, columns, slots):
-    return swizzled(dtype, (c.tile, columns, slots), (1, 0, 2))
+def slot_layout(c, columns, slots):
+    return swizzled(c.kv_type, (c.tile, columns, slots), (1, 0, 2))
+
+
+def query_word(c, row, word):
+    """Where the word-th 16 bytes of a query row lie in shared memory, in bytes."""
+    return word // 8 * (c.rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + (word % 8 ^ row % 8) * 16
 
 
 def copy_view(c, slots, columns):
@@ -73,7 +80,11 @@ def place(c, piece, slot, phase):
     """
     if turns_whole(c, piece.ring):
         return piece.slot, phase
-    return wrap(slot, piece.slot, c.rings[piece.ring].slots, phase)
+    slots, row = c.rings[piece.ring].slots, 0
+    if slots % 3 == 0:  # a tile's thirds stay together: one turn of the ring for all
+        row = piece.box
+    at, phase = wrap(slot, piece.slot - row, slots, phase)
+    return at + row, phase
 
 
 def after_step(c, slot, phase):
@@ -97,8 +108,8 @@ def wrap(slot, step, slots, phase):
 
 
 @cute.jit
-def one_query(query, packed, is_packed):
-    """query (B, SQ, H, 576), or the packed one as (1, total_q, H, 576)."""
+def one_query(query, packed, is_packed, dtype: cutlass.Constexpr):
+    """query (B, SQ, H, 576), or the packed one as (1, total_q, H, 576); its bits as dtype."""
     dim = query.shape[3]
     address = packed.iterator.toint() if is_packed else query.iterator.toint()
     batch = Int32(1) if is_packed else query.shape[0]
@@ -107,7 +118,7 @@ def one_query(query, packed, is_packed):
     apart = Int64(dim) if is_packed else query.stride[0]
     token = packed.stride[0] if is_packed else query.stride[1]
     head = packed.stride[1] if is_packed else query.stride[2]
-    pointer = cute.make_ptr(query.element_type, address, cute.AddressSpace.gmem, assumed_align=16)
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, cute.make_layout((batch, tokens, heads, dim), stride=(apart, token, head, 1)))
 
 
@@ -131,7 +142,8 @@ def query_view(query):
     if (tokens == 1) & (heads == 1):
         row = Int64(dim)
     even = (tokens == 1) | (heads == 1) | (token == row * heads)
-    strides = (cute.assume(row, divby=8), 1, CHUNK, cute.assume(apart, divby=8))
+    words = 128 // query.element_type.width  # elements of 16 bytes
+    strides = (cute.assume(row, divby=words), 1, CHUNK, cute.assume(apart, divby=words))
     return cute.make_tensor(
         query.iterator, cute.make_layout((tokens * heads, CHUNK, dim // CHUNK, batch), stride=strides)
     ), even

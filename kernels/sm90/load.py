@@ -13,7 +13,7 @@ from ..common import work_device as work
 from ..common.bundle import bundle
 from ..common.schedule import follow
 from ..common.work_device import LANES
-from .layouts import CHUNK, SWIZZLE_BYTES, after_step, copy_view, output_view, place
+from .layouts import CHUNK, after_step, copy_view, output_view, place, query_word
 
 EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000  # TMA cache policies
 WORD = 16  # bytes of one asynchronous copy and of one store
@@ -36,7 +36,7 @@ def load_kv(c: cutlass.Constexpr, tma, smem, bars, args):
     copies = bundle(**{name: ring_copy(c, name, ring, tma, smem) for name, ring in c.rings.items()})
     body = partial(load_segment, c, copies, tma, smem, bars, args)
     _, phase, owed = follow(bars, smem.segments, body, (Int32(0), Int32(1), Int32(-1)))
-    if const_expr(not c.few):
+    if const_expr(not c.swapped):
         if owed >= 0:
             store_output(c, tma, smem, bars, args, phase, owed)
 
@@ -81,7 +81,7 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state
             slot, phase = after_step(c, slot, phase)
         ids = later
         step += LANES // per_step
-    if const_expr(not c.few):
+    if const_expr(not c.swapped):
         if work.is_whole(c, args, seg):
             owed = work.first_row(c, args, seg)
     return slot, phase, owed
@@ -102,7 +102,7 @@ def gather(
     full = getattr(bars, piece.ring + "_full") + slot
     cute.arch.mbarrier_wait(getattr(bars, piece.ring + "_empty") + slot, phase)
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (c.page_rows * c.rings[piece.ring].columns * 2))
+        cute.arch.mbarrier_arrive_and_expect_tx(full, count * (c.page_rows * c.rings[piece.ring].columns * c.kv_bytes))
     for n in cutlass.range_constexpr(c.tile // c.page_rows):
         page = cute.arch.shuffle_sync(ids, at + n)
         if n < count:
@@ -141,7 +141,9 @@ def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
     warp_idx = cute.arch.make_warp_uniform(tid // LANES)
     packed = args.seq_len_q == 0
     batch = Int32(0) if packed else seg.request
-    if args.even_rows & (warp_idx == 0):
+    if const_expr(c.q_bytes == 1):  # narrower than the place that they are widened in
+        copy_rows(c, smem, bars, args, seg, batch, warp_idx, tid % LANES, phase)
+    elif args.even_rows & (warp_idx == 0):
         # rows past the request's last are zeros or another's: no output has a part in them
         first = seg.q_first * args.heads + seg.block * c.rows
         box = (c.rows, CHUNK, c.head_dim // CHUNK)
@@ -155,19 +157,19 @@ def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bars.query_full, c.rows * c.head_dim * 2)
         cute.copy(tma.query, frm[None, batch], to[None], tma_bar_ptr=bars.query_full)
-    else:
+    elif args.even_rows:
         cute.arch.mbarrier_wait(bars.query_empty, phase)
-        if not args.even_rows:
-            copy_rows(c, smem, args, seg, batch, warp_idx, tid % LANES)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars.query_full)
+    else:
+        copy_rows(c, smem, bars, args, seg, batch, warp_idx, tid % LANES, phase)
     return phase ^ 1
 
 
 @cute.jit
-def copy_rows(c: cutlass.Constexpr, smem, args, seg, batch, warp_idx, lane):
+def copy_rows(c: cutlass.Constexpr, smem, bars, args, seg, batch, warp_idx, lane, phase):
     """A warp's share of the rows, by asynchronous copies of 16 bytes; rows past the last become zeros."""
-    words = c.head_dim * 2 // WORD
+    words = c.head_dim * c.q_bytes // WORD
     live = work.live_rows(c, args, seg)
     query, target = args.query, smem.query.iterator.toint()
     # lane l finds the address of the warp's l-th row
@@ -175,7 +177,8 @@ def copy_rows(c: cutlass.Constexpr, smem, args, seg, batch, warp_idx, lane):
     token = flat // args.heads
     head = flat - token * args.heads
     line = batch.to(Int64) * query.stride[0] + (seg.q_first + token).to(Int64) * query.stride[1]
-    line = query.iterator.toint() + (line + head.to(Int64) * query.stride[2]) * 2
+    line = query.iterator.toint() + (line + head.to(Int64) * query.stride[2]) * c.q_bytes
+    cute.arch.mbarrier_wait(bars.query_empty, phase)
     for i in cutlass.range((c.rows - warp_idx + c.query_warps - 1) // c.query_warps, unroll=1):
         row = warp_idx + i * c.query_warps
         source = cute.arch.shuffle_sync(line, i)
@@ -183,8 +186,7 @@ def copy_rows(c: cutlass.Constexpr, smem, args, seg, batch, warp_idx, lane):
         for k in cutlass.range_constexpr((words + LANES - 1) // LANES):
             x = lane + k * LANES
             if x < words:
-                chunk, piece = x // 8, x % 8
-                offset = chunk * (c.rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + (piece ^ (row % 8)) * WORD
+                offset = query_word(c, row, x)
                 cute.arch.inline_ptx(
                     "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
                     read_only_args=[target + offset, source + x.to(Int64) * WORD, size],
@@ -192,6 +194,8 @@ def copy_rows(c: cutlass.Constexpr, smem, args, seg, batch, warp_idx, lane):
     cute.arch.inline_ptx("cp.async.wait_all;")
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bars.query_full)
 
 
 @cute.jit

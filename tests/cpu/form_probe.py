@@ -15,7 +15,7 @@ from .work_probe import given
 class Probe:
     @cute.jit
     def __call__(self, plain: cute.Tensor, packed: cute.Tensor, seq_len_q: Int32, found: cute.Tensor) -> None:
-        query = one_query(plain, packed, seq_len_q == 0)
+        query = one_query(plain, packed, seq_len_q == 0, plain.element_type)
         out = one_output(plain, packed, seq_len_q == 0, (query.shape[0] * query.shape[1] * query.shape[2], 576), 16)
         shape_and_stride = (*query.shape[:3], *query.stride[:3], out.shape[0], out.stride[0])
         for i, value in enumerate((*shape_and_stride, query.iterator.toint(), out.iterator.toint())):
