@@ -1,30 +1,61 @@
 """Twin of work.py for the kernels: the same partition, from the live lengths, by every CTA for itself.
 
-It runs before the first byte is loaded, and a run-time division costs about 130 cycles: those by numbers that the
-host knows are multiplications (Divisors), the others are left out where their result is plain.
+It runs before the first byte is loaded, and a run-time division costs about 100 cycles: those by numbers that the
+host knows are multiplications (Divisor), the others are left out where their result is plain.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
-from cutlass.cute import FastDivmodDivisorV2
+from cutlass import Int32, Int64, Uint32, Uint64
 
 from .work import MOST_PARTS, NO_CUT, PART_TOKENS
 
 LANES = 32
 
 
+class Divisor(NamedTuple):
+    """n // number is n * factor >> shift for all n of 31 bits."""
+
+    number: Int32
+    factor: Uint32
+    shift: Int32
+
+
 class Divisors(NamedTuple):
-    ctas: FastDivmodDivisorV2
-    team: FastDivmodDivisorV2
-    teams: FastDivmodDivisorV2  # ctas // team
+    ctas: Divisor
+    team: Divisor
+    teams: Divisor  # ctas // team
+    heads: Divisor
 
 
-def divisors(num_ctas, team):
-    """On the host."""
-    return Divisors(*(FastDivmodDivisorV2(n) for n in (num_ctas, team, num_ctas // team)))
+@cute.jit
+def divisor(number: Int32) -> Divisor:
+    """On the host. With 2**(bits - 1) < number <= 2**bits the factor, 2**shift / number rounded up, has 32 bits."""
+    shift, power = Int32(31), Int64(1)
+    while power < number.to(Int64):
+        shift, power = shift + 1, power * 2
+    return Divisor(number, (((power << Int64(31)) + number.to(Int64) - 1) // number.to(Int64)).to(Uint32), shift)
+
+
+def divisors(num_ctas, team, heads):
+    return Divisors(*(divisor(n) for n in (num_ctas, team, num_ctas // team, heads)))
+
+
+def divide(n, by):
+    """n // by; n must not be negative unless `by` is a constant power of two. `//` itself takes up to 10 instructions
+    more, to round down where signs differ.
+    """
+    if isinstance(by, Divisor):
+        return ((n.to(Uint64) * by.factor.to(Uint64)) >> by.shift.to(Uint64)).to(Int32)
+    if isinstance(by, int):
+        return n >> (by.bit_length() - 1) if by & (by - 1) == 0 else (n.to(Uint32) // by).to(Int32)
+    return (n.to(Uint32) // by.to(Uint32)).to(Int32)
+
+
+def divide_up(n, by):
+    return divide(n + ((by.number if isinstance(by, Divisor) else by) - 1), by)
 
 
 class Line(NamedTuple):
@@ -50,17 +81,17 @@ class Request(NamedTuple):
     q_len: Int32
 
 
-class Span(NamedTuple):
-    """A CTA's piece of the line: it begins in `request`, whose own piece begins at `before`."""
+class Place(NamedTuple):
+    """A position on the line; it lies in `request`, whose own piece begins at `before`."""
 
-    line: Line
+    pos: Int32
     request: Int32
     before: Int32
     lengths: Request
 
 
 class Segment(NamedTuple):
-    request: Int32
+    request: Int32  # -1: there is none
     kv_len: Int32
     q_first: Int32
     q_len: Int32
@@ -77,15 +108,15 @@ class Segment(NamedTuple):
 
 @cute.jit
 def share(total: Int32, parts: Int32, index: Int32) -> Int32:
-    each = total // parts
-    return index * each + index * (total - each * parts) // parts
+    each = divide(total, parts)
+    return index * each + divide(index * (total - each * parts), parts)
 
 
 @cute.jit
-def team_share(total: Int32, teams, index: Int32) -> Int32:
-    """share() by a divisor; where there are fewer items than teams, the first teams have one each."""
-    each = total // teams
-    begin = index * each + index * (total - each * teams.divisor) // teams
+def team_share(total, teams, index):
+    """share() by a Divisor; where there are fewer items than teams, the first teams have one each."""
+    each = divide(total, teams)
+    begin = index * each + divide(index * (total - each * teams.number), teams)
     return cutlass.min(index, total) if each == 0 else begin
 
 
@@ -93,42 +124,51 @@ def owner_of(total, parts, item):
     return (((item + 1).to(Int64) * parts.to(Int64) - 1) // total.to(Int64)).to(Int32)
 
 
-def query_offset(args, b):
-    """First query token of a request of a packed query."""
-    return cutlass.min(cutlass.max(args.qo_indptr[b], 0), args.total_q)
+def query_offset(args, offset):
+    """Where a request of a packed query begins, by what qo_indptr says: inside the query in any case."""
+    return cutlass.min(cutlass.max(offset, 0), args.total_q)
 
 
 @cute.jit
-def load_request(args, index: Int32) -> Request:
-    """Lengths of a request. A length below 0 counts as 0, one beyond the table or the plan is cut, and so are offsets
-    beyond the query: nothing outside the tensors is read or written, whatever they say.
-    """
+def read_request(args, index: Int32):
+    """A request's length and the ends of its query tokens as they stand in memory."""
     b = cutlass.min(index, args.batch - 1)
-    kv_len = cutlass.min(cutlass.max(args.seq_lens[b], 0), args.max_kv_len)
-    q_first, q_len = Int32(0), args.seq_len_q
+    begin, end = Int32(0), args.seq_len_q
     if args.seq_len_q == 0:
-        q_first = query_offset(args, b)
-        q_len = cutlass.max(query_offset(args, b + 1) - q_first, 0)
-    return Request(kv_len, q_first, q_len)
+        begin, end = args.qo_indptr[b], args.qo_indptr[b + 1]
+    return args.seq_lens[b], begin, end
+
+
+def request_of(args, words):
+    """What read_request() found. A length below 0 counts as 0, one beyond the table or the plan is cut, and so are
+    offsets beyond the query: nothing outside the tensors is read or written, whatever they say.
+    """
+    kv_len, begin, end = words
+    begin = query_offset(args, begin)
+    q_len = cutlass.max(query_offset(args, end) - begin, 0)
+    return Request(cutlass.min(cutlass.max(kv_len, 0), args.max_kv_len), begin, q_len)
+
+
+def load_request(args, index):
+    return request_of(args, read_request(args, index))
 
 
 def shape_of(c, args, request):
     """(blocks, steps) of a request."""
-    return (request.q_len * args.heads + c.rows - 1) // c.rows, (request.kv_len + c.tile_tokens - 1) // c.tile_tokens
+    return divide_up(request.q_len * args.heads, c.rows), divide_up(request.kv_len, c.tile_tokens)
 
 
 @cute.jit
-def groups_of(args, blocks: Int32, team: Int32) -> Int32:
+def groups_of(args, blocks, team):
     """team is args.team or 1."""
-    groups = (blocks + (team - 1)) // args.divisors.team
+    groups = divide_up(blocks, args.divisors.team)
     return blocks if team == 1 else groups
 
 
 @cute.jit
 def counted(c: cutlass.Constexpr, args, steps: Int32) -> Int32:
     """What the line counts of a group: its steps; batch-invariant, their own_parts."""
-    each = PART_TOKENS // c.tile_tokens
-    parts = cutlass.min((steps + (each - 1)) // each, MOST_PARTS)
+    parts = cutlass.min(divide_up(steps, PART_TOKENS // c.tile_tokens), MOST_PARTS)
     return parts if args.batch_invariant != 0 else steps
 
 
@@ -139,31 +179,32 @@ def group_length(c: cutlass.Constexpr, args, line: Line, steps: Int32) -> Int32:
 
 
 @cute.jit
-def length_of(c: cutlass.Constexpr, args, line: Line, b: Int32) -> Int32:
+def length_of(c: cutlass.Constexpr, args, line: Line, request: Request) -> Int32:
     """What a request adds to the line."""
-    blocks, steps = shape_of(c, args, load_request(args, b))
+    blocks, steps = shape_of(c, args, request)
     return groups_of(args, blocks, line.team) * group_length(c, args, line, steps)
 
 
 @cute.jit
 def parts_of_group(c: cutlass.Constexpr, total: Int32, groups: Int32, longest: Int32, teams) -> Int32:
-    parts, turns, depth = Int32(1), (groups + (teams.divisor - 1)) // teams, longest
-    if (groups > 1) & (2 * groups <= teams.divisor):
-        parts = cutlass.max(1, cutlass.min(teams.divisor // groups, longest))
-        depth = (longest + parts - 1) // parts
-    fits = turns * (depth + c.block_cost) <= (total + groups * c.block_cost) // teams + c.split_cost
-    # one group is cut by the line of steps as well as by parts
-    return parts if fits & (groups > 1) & ((parts == 1) | (total == groups * longest)) else Int32(0)
+    parts = Int32(0)
+    if groups > 1:  # one group is cut by the line of steps as well as by parts
+        parts, turns, depth = Int32(1), divide_up(groups, teams), longest
+        if 2 * groups <= teams.number:
+            parts = cutlass.max(1, cutlass.min(divide(teams.number, groups), longest))
+            depth = divide_up(longest, parts)
+        fits = turns * (depth + c.block_cost) <= divide(total + groups * c.block_cost, teams) + c.split_cost
+        parts = parts if fits & ((parts == 1) | (total == groups * longest)) else Int32(0)
+    return parts
 
 
 @cute.jit
-def sizes_of(c: cutlass.Constexpr, args, b: Int32, team: Int32):
-    """(what the line counts of all groups, groups, what it counts of one) of a request; all 0 where it has none."""
-    blocks, steps = shape_of(c, args, load_request(args, b))
-    groups, length = groups_of(args, blocks, team), counted(c, args, steps)
-    if (blocks == 0) | (steps == 0):
-        groups, length = Int32(0), Int32(0)
-    return groups * length, groups, length
+def sizes_of(c: cutlass.Constexpr, args, request):
+    """(blocks, what the line counts of a group) of a request; both 0 where it has none."""
+    blocks, steps = shape_of(c, args, request)
+    length = counted(c, args, steps)
+    none = (blocks == 0) | (steps == 0)
+    return Int32(0) if none else blocks, Int32(0) if none else length
 
 
 def wasteful(steps, team, alone):
@@ -174,9 +215,11 @@ def wasteful(steps, team, alone):
 @cute.jit
 def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32, longest: Int32, cta: Int32) -> Line:
     """Lay the batch out. team: args.team, or 1 where that is wasteful."""
-    teams, index, member = args.divisors.teams, cta // args.divisors.team, cta % args.divisors.team
+    teams, index, most = args.divisors.teams, divide(cta, args.divisors.team), args.max_entries
+    member = cta - index * team
+    most = divide(args.max_entries, args.divisors.team)
     if team == 1:
-        teams, index, member = args.divisors.ctas, cta, Int32(0)
+        teams, index, member, most = args.divisors.ctas, cta, Int32(0), args.max_entries
     parts, extra = Int32(0), Int32(0)
     if args.batch_invariant == 0:
         parts = parts_of_group(c, steps, groups, longest, teams)
@@ -184,15 +227,15 @@ def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32
     total = groups * parts if parts > 0 else steps + groups * extra
     total = cutlass.max(total, 0)  # offsets that claim the query again and again may pass 2**31: nothing is computed
     single = (groups == 1).to(Int32)
-    entries = args.divisors.ctas.divisor if parts != 1 else Int32(NO_CUT)
+    entries = args.divisors.ctas.number if parts != 1 else Int32(NO_CUT)
     if args.batch_invariant != 0:
         steps = steps * (PART_TOKENS // c.tile_tokens)
         # requests beyond the plan, and those behind them, are promised no result, but must not leave the workspace
-        total = cutlass.min(total, args.max_entries // team)
+        total = cutlass.min(total, most)
         entries = total * team if longest > 1 else Int32(NO_CUT)
     start = team_share(total, teams, index)
-    end = team_share(total, teams, index + 1) if index < teams.divisor else start
-    used = cutlass.min(teams.divisor, total)
+    end = team_share(total, teams, index + 1) if index < teams.number else start
+    used = cutlass.min(teams.number, total)
     return Line(start, end, total, steps, parts, extra, team, used, single, index, member, entries)
 
 
@@ -202,112 +245,116 @@ def on_line(line: Line, steps: Int32, groups: Int32) -> Int32:
 
 
 @cute.jit
-def find_request(c: cutlass.Constexpr, args, line: Line, first: Int32, begin: Int32):
-    """The request, from `first` on, that holds line.start, and where it begins; `first` begins at `begin`."""
-    b, before = first, begin
-    length = length_of(c, args, line, b)
-    while before + length <= line.start:
+def find_request(c: cutlass.Constexpr, args, line: Line, place: Place) -> Place:
+    """The place with the request that holds place.pos, which is not before place.request."""
+    pos, b, before, now = place
+    length = length_of(c, args, line, now)
+    while before + length <= pos:
         before += length
         b += 1
-        length = length_of(c, args, line, b)
-    return b, before
+        now = load_request(args, b)
+        length = length_of(c, args, line, now)
+    return Place(pos, b, before, now)
+
+
+def lane_requests(args):
+    """Requests [low, high) of a lane in find_line(). They are neighbours: it finds all but the first in its L1 line."""
+    chunk = divide_up(args.batch, LANES)
+    low = cutlass.min(cute.arch.lane_idx() * chunk, args.batch)
+    return low, cutlass.min(low + chunk, args.batch)
 
 
 @cute.jit
-def scan(c: cutlass.Constexpr, args, low: Int32, high: Int32, team: Int32):
-    """Sums of sizes_of(): (steps, groups) of the requests [low, high) of this lane, then of those of all earlier
-    lanes, then (steps, groups, longest) of all, seven numbers in a row.
+def find_line(c: cutlass.Constexpr, args, cta: Int32, words):
+    """One warp lays the batch out and finds where the CTA begins. words: read_request() of the lane's first request.
+    Returns (Line, Place); the place means nothing where the CTA has no work.
     """
     lane = cute.arch.lane_idx()
-    own_steps, own_groups, longest = Int32(0), Int32(0), Int32(0)
-    for b in cutlass.range(low, high, unroll=1):
-        steps, groups, depth = sizes_of(c, args, b, team)
-        own_steps += steps
+    low, high = lane_requests(args)
+    now = request_of(args, words)
+    place = Place(Int32(0), low, Int32(0), now)
+    blocks, longest = sizes_of(c, args, now)
+    if low >= high:
+        blocks, longest = Int32(0), Int32(0)
+    own_groups = groups_of(args, blocks, args.team)
+    own_steps, alone = own_groups * longest, blocks * longest  # alone: if each block had a team of its own
+    for b in cutlass.range(low + 1, high, unroll=1):
+        more, length = sizes_of(c, args, load_request(args, b))
+        groups = groups_of(args, more, args.team)
+        own_steps += groups * length
         own_groups += groups
-        longest = cutlass.max(longest, depth)
-    before_steps, before_groups = own_steps, own_groups
-    for e in cutlass.range_constexpr(5):
-        steps = cute.arch.shuffle_sync_up(before_steps, offset=1 << e)
-        groups = cute.arch.shuffle_sync_up(before_groups, offset=1 << e)
-        if lane >= (1 << e):
-            before_steps += steps
-            before_groups += groups
-    steps, groups = (cute.arch.shuffle_sync(v, LANES - 1) for v in (before_steps, before_groups))
-    longest = cute.arch.warp_redux_sync(longest, kind="max")
-    return own_steps, own_groups, before_steps - own_steps, before_groups - own_groups, steps, groups, longest
-
-
-@cute.jit
-def find_span(c: cutlass.Constexpr, args, cta: Int32) -> Span:
-    """One warp finds the CTA's span. `request`, `before` and `lengths` mean nothing where it is empty."""
-    lane = cute.arch.lane_idx()
-    chunk = (args.batch + LANES - 1) // LANES  # neighbours: a lane finds all but the first in its L1 line
-    low = cutlass.min(lane * chunk, args.batch)
-    high = cutlass.min(low + chunk, args.batch)
+        alone += more * length
+        blocks += more
+        longest = cutlass.max(longest, length)
     team = args.team
-    own_steps, own_groups, before_steps, before_groups, steps, groups, longest = scan(c, args, low, high, team)
     if (args.seq_len_q == 0) & (team > 1):  # packed: requests may have few blocks
-        alone = scan(c, args, low, high, Int32(1))
-        if wasteful(steps, team, alone[4]):
-            team = Int32(1)
-            own_steps, own_groups, before_steps, before_groups, steps, groups, longest = alone
-    line = line_of(c, args, team, steps, groups, longest, cta)
-    before = on_line(line, before_steps, before_groups)
+        if wasteful(sum_of(own_steps), team, sum_of(alone)):
+            team, own_steps, own_groups = Int32(1), alone, blocks
+    longest = cute.arch.warp_redux_sync(longest, kind="max")
+    line = line_of(c, args, team, sum_of(own_steps), sum_of(own_groups), longest, cta)
     mine = on_line(line, own_steps, own_groups)
-    request, lengths = Int32(0), Request(Int32(0), Int32(0), Int32(0))
-    holds = (line.start < line.end) & (before <= line.start) & (line.start < before + mine)
-    if holds:
-        request, before = find_request(c, args, line, low, before)
-        lengths = load_request(args, request)
+    reached = mine
+    for e in cutlass.range_constexpr(5):
+        others = cute.arch.shuffle_sync_up(reached, offset=1 << e)
+        if lane >= (1 << e):
+            reached += others
+    place = place._replace(pos=line.start, before=reached - mine)
+    holds = (line.start < line.end) & (place.before <= line.start) & (line.start < reached)
+    if holds & (args.batch > LANES):
+        place = find_request(c, args, line, place)
     mask = cute.arch.vote_ballot_sync(holds)
     source = cute.arch.popc((mask & -mask) - 1)
-    request, before, *found = (cute.arch.shuffle_sync(v, source) for v in (request, before, *lengths))
-    return Span(line, request, before, Request(*found))
+    request, before, *lengths = (cute.arch.shuffle_sync(v, source) for v in (*place[1:3], *place.lengths))
+    return line, Place(line.start, request, before, Request(*lengths))
+
+
+def sum_of(v):
+    return cute.arch.warp_redux_sync(v, kind="add")
 
 
 @cute.jit
-def walk(c: cutlass.Constexpr, args, span: Span, body: cutlass.Constexpr, state):
-    """state = body(segment, state) for each segment of a span that is not empty; returns the last state."""
-    line = span.line
-    pos, b, before = line.start, span.request, span.before
-    now = span.lengths
-    while pos < line.end:
-        blocks, steps = shape_of(c, args, now)
-        groups, length = groups_of(args, blocks, line.team), group_length(c, args, line, steps)
-        while pos - before >= groups * length:
-            before += groups * length
-            b += 1
-            now = load_request(args, b)
-            blocks, steps = shape_of(c, args, now)
-            groups, length = groups_of(args, blocks, line.team), group_length(c, args, line, steps)
-        group = Int32(0)
-        if groups > 1:
-            group = (pos - before) // length
-        begin = before + group * length
-        first, last = pos - begin, cutlass.min(length, line.end - begin)
-        slot = pos * line.team + line.member
-        if args.batch_invariant != 0:
-            last = first + 1
-        pos = begin + last
-        first, last = cutlass.max(first - line.extra, 0), last - line.extra  # steps, or parts
-        cuts = Int32(0)
-        if (first == 0) & (pos < begin + length):
-            cuts = length
-            if args.batch_invariant == 0:
-                cuts = owner_of(line.total, line.teams, begin + length - 1) - line.index + 1
+def segment_at(c: cutlass.Constexpr, args, line: Line, place: Place):
+    """(Segment without its parts, Place where the next begins, where its block ends on the line). The segment is none
+    where the CTA's piece of the line is over, or holds no block of its own here.
+    """
+    pos, b, before, now = place
+    blocks, steps = shape_of(c, args, now)
+    groups, length = groups_of(args, blocks, line.team), group_length(c, args, line, steps)
+    group = Int32(0)
+    if groups > 1:
+        group = divide(pos - before, length)
+    begin = before + group * length
+    first, last = pos - begin, cutlass.min(length, line.end - begin)
+    slot = pos * line.team + line.member
+    if args.batch_invariant != 0:
+        last = first + 1
+    tail = begin + length
+    lies = (pos < line.end) & (tail <= line.total)
+    pos = begin + last
+    first, last = cutlass.max(first - line.extra, 0), last - line.extra  # steps, or parts
+    if args.batch_invariant == 0:
+        slot = 2 * args.cta + (first == 0).to(Int32)
+    if (line.parts > 0) | (args.batch_invariant != 0):
+        if length == 1:
+            last = steps
+        else:
+            first, last = share(steps, length, first), share(steps, length, last)
+    block = group * line.team + line.member
+    light = (line.steps < c.evict_first_steps).to(Int32)
+    b = b if lies & (block < blocks) & (last > 0) else Int32(-1)
+    seg = Segment(b, *now, block, first, last, steps, Int32(0), slot, last, line.team, light)
+    return seg._replace(end=last_step(c, args, seg)), place._replace(pos=pos), tail
+
+
+@cute.jit
+def parts_of(args, line: Line, seg: Segment, pos: Int32, tail: Int32) -> Int32:
+    """Segment.parts of a segment that ends at pos, of a block that ends at tail."""
+    parts = Int32(0)
+    if (seg.first == 0) & (pos < tail):
+        parts = tail - pos + 1
         if args.batch_invariant == 0:
-            slot = 2 * args.cta + (first == 0).to(Int32)
-        if (line.parts > 0) | (args.batch_invariant != 0):
-            if length == 1:
-                last = steps
-            else:
-                first, last = share(steps, length, first), share(steps, length, last)
-        block = group * line.team + line.member
-        if (block < blocks) & (last > 0) & (begin + length <= line.total):
-            light = (line.steps < c.evict_first_steps).to(Int32)
-            seg = Segment(b, *now, block, first, last, steps, cuts, slot, last, line.team, light)
-            state = body(seg._replace(end=last_step(c, args, seg)), state)
-    return state
+            parts = owner_of(line.total, line.teams, tail - 1) - line.index + 1
+    return parts
 
 
 def live_rows(c, args, seg):
@@ -324,7 +371,7 @@ def first_row(c, args, seg):
 def seen_by(c, args, seg, row):
     """KV tokens that a row of the block sees. Causal is bottom-right: token i of n sees kv_len - n + i + 1."""
     hidden = (seg.q_len - 1) * args.causal
-    return seg.kv_len - hidden + args.causal * ((seg.block * c.rows + row) // args.heads)
+    return seg.kv_len - hidden + args.causal * divide(seg.block * c.rows + row, args.divisors.heads)
 
 
 def is_whole(c, args, seg):
@@ -335,7 +382,7 @@ def is_whole(c, args, seg):
 def last_step(c, args, seg):
     """The segment's last step that a row of the block sees."""
     seen = seen_by(c, args, seg, live_rows(c, args, seg) - 1)
-    return cutlass.min(seg.last, (seen + c.tile_tokens - 1) // c.tile_tokens)
+    return cutlass.min(seg.last, divide_up(seen, c.tile_tokens))
 
 
 def entry_of(args, slot):

@@ -114,7 +114,7 @@ class Decode:
             team=team,
             batch_invariant=batch_invariant,
             max_entries=(cute.size(split_info) - HEAD_WORDS) // 4,
-            divisors=work.divisors(num_ctas, team),
+            divisors=work.divisors(num_ctas, team, query.shape[2]),
             scale_log2=scale_log2,
             out_scale=out_scale,
             lse_scale=lse_scale,
@@ -168,25 +168,26 @@ class Decode:
             page_shift=cute.arch.popc(width),
             cta=cta,
         )
-        if warp_idx == 1:
+        words = work.read_request(args, work.lane_requests(args)[0])  # a memory latency before they are needed
+        prefetch_table(c, given.block_tables, given.batch, cta, tid)
+        if warp_idx == 4:
             init_barriers(c, bars)
             cute.arch.mbarrier_init_fence()
             for name in (*c.rings, *(["query"] if c.q_bytes == 2 else [])):
                 cpasync.prefetch_descriptor(getattr(tma, name))
-        prefetch_table(c, given.block_tables, given.batch, cta, tid)
-        if warp_idx == c.scheduler_warp:
-            span = work.find_span(c, args, cta)
-            cute.arch.sync_threads()
-            cute.arch.setmaxregister_decrease(c.producer_regs)
-            publish_all(c, bars, smem.segments, args, span)
-            fill_empty(c, args, cta, tid - 32)
-        elif warp_idx < 4:
+        if warp_idx < 4:
             cute.arch.sync_threads()  # the barriers are made
             cute.arch.setmaxregister_decrease(c.producer_regs)
+            # Each of these warps finds the first segment for itself, on a sub-partition of its own.
+            line, place = work.find_line(c, args, cta, words)
+            first = work.segment_at(c, args, line, place)
             if warp_idx == 0:
-                load_kv(c, tma, smem, bars, args)
+                load_kv(c, tma, smem, bars, args, first[0])
             else:
-                load_query(c, tma, smem, bars, args, tid - 32)
+                if warp_idx == c.scheduler_warp:
+                    publish_all(c, bars, smem.segments, args, line, first)
+                else:
+                    load_query(c, tma, smem, bars, args, tid - 32, first[0])
                 fill_empty(c, args, cta, tid - 32)
         else:
             cute.arch.sync_threads()

@@ -31,11 +31,11 @@ def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
 
 
 @cute.jit
-def load_kv(c: cutlass.Constexpr, tma, smem, bars, args):
+def load_kv(c: cutlass.Constexpr, tma, smem, bars, args, first):
     """The KV warp: the pieces of each step in their order, each as soon as its slot is free."""
     copies = bundle(**{name: ring_copy(c, name, ring, tma, smem) for name, ring in c.rings.items()})
     body = partial(load_segment, c, copies, tma, smem, bars, args)
-    _, phase, owed = follow(bars, smem.segments, body, (Int32(0), Int32(1), Int32(-1)))
+    _, phase, owed = follow(bars, smem.segments, body, (Int32(0), Int32(1), Int32(-1)), first)
     if const_expr(not c.swapped):
         if owed >= 0:
             store_output(c, tma, smem, bars, args, phase, owed)
@@ -62,7 +62,7 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state
     slot, phase, owed = state
     per_tile, per_step = c.tile // c.page_rows, c.tile_tokens // c.page_rows
     lane = cute.arch.lane_idx()
-    live = (seg.kv_len + c.page_rows - 1) // c.page_rows  # copies that hold a token; the others are left out
+    live = work.divide_up(seg.kv_len, c.page_rows)  # copies that hold a token; the others are left out
     policy = Int64(EVICT_FIRST) if seg.light != 0 else Int64(EVICT_NORMAL)
     ids = page_ids(args, seg.request, seg.first * per_step + lane, live)
     step = seg.first
@@ -130,10 +130,10 @@ def store_output(c: cutlass.Constexpr, tma, smem, bars, args, phase, row):
 
 
 @cute.jit
-def load_query(c: cutlass.Constexpr, tma, smem, bars, args, tid):
+def load_query(c: cutlass.Constexpr, tma, smem, bars, args, tid, first):
     """The query warps: the rows of each block, in one TMA copy where (token, head) rows lie evenly apart."""
     body = partial(query_segment, c, tma, smem, bars, args, tid)
-    follow(bars, smem.segments, body, Int32(1))
+    follow(bars, smem.segments, body, Int32(1), first)
 
 
 @cute.jit
@@ -174,7 +174,7 @@ def copy_rows(c: cutlass.Constexpr, smem, bars, args, seg, batch, warp_idx, lane
     query, target = args.query, smem.query.iterator.toint()
     # lane l finds the address of the warp's l-th row
     flat = seg.block * c.rows + cutlass.min(warp_idx + lane * c.query_warps, live - 1)
-    token = flat // args.heads
+    token = work.divide(flat, args.divisors.heads)
     head = flat - token * args.heads
     line = batch.to(Int64) * query.stride[0] + (seg.q_first + token).to(Int64) * query.stride[1]
     line = query.iterator.toint() + (line + head.to(Int64) * query.stride[2]) * c.q_bytes
@@ -207,7 +207,8 @@ def fill_empty(c: cutlass.Constexpr, args, cta, tid):
             token = request.q_first + b * args.seq_len_q
             fill_rows(c, args, token * args.heads, (token + request.q_len) * args.heads, tid)
     if args.seq_len_q == 0:
-        begin, end = work.query_offset(args, args.batch) * args.heads, args.total_q * args.heads
+        begin = work.query_offset(args, args.qo_indptr[args.batch]) * args.heads
+        end = args.total_q * args.heads
         each = (end - begin + args.num_ctas - 1) // args.num_ctas
         begin = cutlass.min(begin + cta * each, end)
         fill_rows(c, args, begin, cutlass.min(begin + each, end), tid)

@@ -54,24 +54,28 @@ class Probe:
             max_entries=Int32(1 << 28),
             cta=Int32(0),
             total_q=Int32(1 << 30),
-            divisors=work.divisors(ctas, team),  # type: ignore[no-untyped-call]
+            divisors=work.divisors(ctas, team, heads),  # type: ignore[no-untyped-call]
         )
         steps, groups, longest, alone, blocks = (Int32(0) for _ in range(5))
         for b in range(batch):
-            size, single = work.sizes_of(c, args, b, team), work.sizes_of(c, args, b, Int32(1))
-            steps, groups, longest = steps + size[0], groups + size[1], max(longest, size[2])
-            alone, blocks = alone + single[0], blocks + single[1]
+            size, length = work.sizes_of(c, args, work.load_request(args, b))
+            each = work.groups_of(args, size, team)
+            steps, groups, longest = steps + each * length, groups + each, max(longest, length)
+            alone, blocks = alone + size * length, blocks + size
         used = team
-        if work.wasteful(steps, team, alone):  # type: ignore[no-untyped-call]
+        if work.wasteful(steps, team, alone):
             used, steps, groups = Int32(1), alone, blocks
         at, entries = Int32(0), Int32(0)
         for cta in range(ctas):
             line = work.line_of(c, args, used, steps, groups, longest, cta)
             entries = line.entries
-            if line.start < line.end:
-                request, before = work.find_request(c, args, line, Int32(0), Int32(0))
-                span = work.Span(line, request, before, work.load_request(args, request))
-                at = work.walk(c, args._replace(cta=cta), span, partial(record, found, cta), at)
+            place = work.Place(line.start, Int32(0), Int32(0), work.load_request(args, Int32(0)))
+            while place.pos < line.end:
+                place = work.find_request(c, args, line, place)
+                seg, place, tail = work.segment_at(c, args._replace(cta=cta), line, place)
+                if seg.request >= 0:
+                    parts = work.parts_of(args, line, seg, place.pos, tail)
+                    at = record(found, cta, seg._replace(parts=parts), at)
         count[0], count[1] = at, entries
 
 
