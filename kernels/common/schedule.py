@@ -27,8 +27,7 @@ def publish_all(c: cutlass.Constexpr, bars, s_segments, args, line, first):
             seg = seg._replace(parts=work.parts_of(args, line, seg, place.pos, tail))
             turn = publish(c, bars, s_segments, args, line, seg, turn)
         more = place.pos < line.end
-        if more:
-            seg, place, tail = work.segment_at(c, args, line, work.find_request(c, args, line, place))
+        seg, place, tail = work.segment_at(c, args, line, work.find_request(c, args, line, place))
     publish(c, bars, s_segments, args, line, NONE, turn)
 
 

@@ -126,7 +126,7 @@ def owner_of(total, parts, item):
 
 def query_offset(args, offset):
     """Where a request of a packed query begins, by what qo_indptr says: inside the query in any case."""
-    return cutlass.min(cutlass.max(offset, 0), args.total_q)
+    return cutlass.max(cutlass.min(offset, args.total_q), 0)
 
 
 @cute.jit
@@ -199,11 +199,11 @@ def parts_of_group(c: cutlass.Constexpr, total: Int32, groups: Int32, longest: I
 
 
 @cute.jit
-def sizes_of(c: cutlass.Constexpr, args, request):
-    """(blocks, what the line counts of a group) of a request; both 0 where it has none."""
+def sizes_of(c: cutlass.Constexpr, args, b: Int32, request: Request):
+    """(blocks, what the line counts of a group) of request b; both 0 where it has none, or there is no such request."""
     blocks, steps = shape_of(c, args, request)
     length = counted(c, args, steps)
-    none = (blocks == 0) | (steps == 0)
+    none = (blocks == 0) | (steps == 0) | (b >= args.batch)
     return Int32(0) if none else blocks, Int32(0) if none else length
 
 
@@ -246,10 +246,12 @@ def on_line(line: Line, steps: Int32, groups: Int32) -> Int32:
 
 @cute.jit
 def find_request(c: cutlass.Constexpr, args, line: Line, place: Place) -> Place:
-    """The place with the request that holds place.pos, which is not before place.request."""
+    """The place with the request that holds place.pos, which is not before place.request. It ends whatever the lengths
+    are: there is a last request, and beyond the CTA's piece nothing is looked for.
+    """
     pos, b, before, now = place
     length = length_of(c, args, line, now)
-    while before + length <= pos:
+    while (before + length <= pos) & (pos < line.end) & (b + 1 < args.batch):
         before += length
         b += 1
         now = load_request(args, b)
@@ -258,10 +260,11 @@ def find_request(c: cutlass.Constexpr, args, line: Line, place: Place) -> Place:
 
 
 def lane_requests(args):
-    """Requests [low, high) of a lane in find_line(). They are neighbours: it finds all but the first in its L1 line."""
+    """(The first request of a lane in find_line(), how many a lane has). They are neighbours: it finds all but the
+    first in its L1 line.
+    """
     chunk = divide_up(args.batch, LANES)
-    low = cutlass.min(cute.arch.lane_idx() * chunk, args.batch)
-    return low, cutlass.min(low + chunk, args.batch)
+    return cute.arch.lane_idx() * chunk, chunk
 
 
 @cute.jit
@@ -270,16 +273,13 @@ def find_line(c: cutlass.Constexpr, args, cta: Int32, words):
     Returns (Line, Place); the place means nothing where the CTA has no work.
     """
     lane = cute.arch.lane_idx()
-    low, high = lane_requests(args)
-    now = request_of(args, words)
-    place = Place(Int32(0), low, Int32(0), now)
-    blocks, longest = sizes_of(c, args, now)
-    if low >= high:
-        blocks, longest = Int32(0), Int32(0)
+    low, chunk = lane_requests(args)
+    first = request_of(args, words)
+    blocks, longest = sizes_of(c, args, low, first)
     own_groups = groups_of(args, blocks, args.team)
     own_steps, alone = own_groups * longest, blocks * longest  # alone: if each block had a team of its own
-    for b in cutlass.range(low + 1, high, unroll=1):
-        more, length = sizes_of(c, args, load_request(args, b))
+    for i in cutlass.range(1, chunk, unroll=1):  # as often in all lanes: their numbers stay in uniform registers
+        more, length = sizes_of(c, args, low + i, load_request(args, low + i))
         groups = groups_of(args, more, args.team)
         own_steps += groups * length
         own_groups += groups
@@ -294,18 +294,16 @@ def find_line(c: cutlass.Constexpr, args, cta: Int32, words):
     line = line_of(c, args, team, sum_of(own_steps), sum_of(own_groups), longest, cta)
     mine = on_line(line, own_steps, own_groups)
     reached = mine
-    for e in cutlass.range_constexpr(5):
-        others = cute.arch.shuffle_sync_up(reached, offset=1 << e)
-        if lane >= (1 << e):
-            reached += others
-    place = place._replace(pos=line.start, before=reached - mine)
-    holds = (line.start < line.end) & (place.before <= line.start) & (line.start < reached)
-    if holds & (args.batch > LANES):
-        place = find_request(c, args, line, place)
-    mask = cute.arch.vote_ballot_sync(holds)
-    source = cute.arch.popc((mask & -mask) - 1)
-    request, before, *lengths = (cute.arch.shuffle_sync(v, source) for v in (*place[1:3], *place.lengths))
-    return line, Place(line.start, request, before, Request(*lengths))
+    if args.batch > 1:
+        for e in cutlass.range_constexpr(5):
+            others = cute.arch.shuffle_sync_up(reached, offset=1 << e)
+            if lane >= (1 << e):
+                reached += others
+    before = reached - mine
+    holds = (line.start < line.end) & (before <= line.start) & (line.start < reached)
+    # one lane holds the start, so each sum is that lane's number
+    low, before, *lengths = (sum_of(v if holds else Int32(0)) for v in (low, before, *first))
+    return line, find_request(c, args, line, Place(line.start, low, before, Request(*lengths)))
 
 
 def sum_of(v):

@@ -58,7 +58,7 @@ class Probe:
         )
         steps, groups, longest, alone, blocks = (Int32(0) for _ in range(5))
         for b in range(batch):
-            size, length = work.sizes_of(c, args, work.load_request(args, b))
+            size, length = work.sizes_of(c, args, b, work.load_request(args, b))
             each = work.groups_of(args, size, team)
             steps, groups, longest = steps + each * length, groups + each, max(longest, length)
             alone, blocks = alone + size * length, blocks + size
