@@ -17,7 +17,7 @@ NONE = work.Segment(*(Int32(-1) for _ in range(WORDS)))
 
 @cute.jit
 def publish_all(c: cutlass.Constexpr, bars, s_segments, args, line, first):
-    """The scheduler: every segment of the CTA, and one with request -1 behind the last. first: of work.segment_at()."""
+    """The scheduler: every segment of the CTA, and one with request -1 behind the last. first: of work.next_segment()."""
     turn = Int32(0)
     seg, place, tail = first
     clear_splits(args, line)
@@ -27,7 +27,7 @@ def publish_all(c: cutlass.Constexpr, bars, s_segments, args, line, first):
             seg = seg._replace(parts=work.parts_of(args, line, seg, place.pos, tail))
             turn = publish(c, bars, s_segments, args, line, seg, turn)
         more = place.pos < line.end
-        seg, place, tail = work.segment_at(c, args, line, work.find_request(c, args, line, place))
+        seg, place, tail = work.next_segment(c, args, line, place)
     publish(c, bars, s_segments, args, line, NONE, turn)
 
 

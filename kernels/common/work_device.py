@@ -179,13 +179,6 @@ def group_length(c: cutlass.Constexpr, args, line: Line, steps: Int32) -> Int32:
 
 
 @cute.jit
-def length_of(c: cutlass.Constexpr, args, line: Line, request: Request) -> Int32:
-    """What a request adds to the line."""
-    blocks, steps = shape_of(c, args, request)
-    return groups_of(args, blocks, line.team) * group_length(c, args, line, steps)
-
-
-@cute.jit
 def parts_of_group(c: cutlass.Constexpr, total: Int32, groups: Int32, longest: Int32, teams) -> Int32:
     parts = Int32(0)
     if groups > 1:  # one group is cut by the line of steps as well as by parts
@@ -244,42 +237,32 @@ def on_line(line: Line, steps: Int32, groups: Int32) -> Int32:
     return groups * line.parts if line.parts > 0 else steps + groups * line.extra
 
 
-@cute.jit
-def find_request(c: cutlass.Constexpr, args, line: Line, place: Place) -> Place:
-    """The place with the request that holds place.pos, which is not before place.request. It ends whatever the lengths
-    are: there is a last request, and beyond the CTA's piece nothing is looked for.
-    """
-    pos, b, before, now = place
-    length = length_of(c, args, line, now)
-    while (before + length <= pos) & (pos < line.end) & (b + 1 < args.batch):
-        before += length
-        b += 1
-        now = load_request(args, b)
-        length = length_of(c, args, line, now)
-    return Place(pos, b, before, now)
-
-
 def lane_requests(args):
-    """(The first request of a lane in find_line(), how many a lane has). They are neighbours: it finds all but the
-    first in its L1 line.
-    """
+    """(The first request of a lane in find_line(), how many neighbours from it on a lane has)"""
     chunk = divide_up(args.batch, LANES)
     return cute.arch.lane_idx() * chunk, chunk
 
 
+def read_ahead(args):
+    """read_request() of a lane's first and second request."""
+    low, _ = lane_requests(args)
+    return read_request(args, low), read_request(args, low + 1)
+
+
 @cute.jit
 def find_line(c: cutlass.Constexpr, args, cta: Int32, words):
-    """One warp lays the batch out and finds where the CTA begins. words: read_request() of the lane's first request.
-    Returns (Line, Place); the place means nothing where the CTA has no work.
+    """One warp lays the batch out and finds where the CTA begins. words: of read_ahead(). Returns (Line, Place); the
+    place means nothing where the CTA has no work.
     """
     lane = cute.arch.lane_idx()
     low, chunk = lane_requests(args)
-    first = request_of(args, words)
+    first, ahead = request_of(args, words[0]), words[1]
     blocks, longest = sizes_of(c, args, low, first)
     own_groups = groups_of(args, blocks, args.team)
     own_steps, alone = own_groups * longest, blocks * longest  # alone: if each block had a team of its own
     for i in cutlass.range(1, chunk, unroll=1):  # as often in all lanes: their numbers stay in uniform registers
-        more, length = sizes_of(c, args, low + i, load_request(args, low + i))
+        more, length = sizes_of(c, args, low + i, request_of(args, ahead))
+        ahead = read_request(args, low + i + 1)
         groups = groups_of(args, more, args.team)
         own_steps += groups * length
         own_groups += groups
@@ -303,21 +286,33 @@ def find_line(c: cutlass.Constexpr, args, cta: Int32, words):
     holds = (line.start < line.end) & (before <= line.start) & (line.start < reached)
     # one lane holds the start, so each sum is that lane's number
     low, before, *lengths = (sum_of(v if holds else Int32(0)) for v in (low, before, *first))
-    return line, find_request(c, args, line, Place(line.start, low, before, Request(*lengths)))
+    return line, Place(line.start, low, before, Request(*lengths))
 
 
 def sum_of(v):
     return cute.arch.warp_redux_sync(v, kind="add")
 
 
+def sizes_on(c, args, line, request):
+    """(blocks, steps, groups, what the line counts of a group) of a request."""
+    blocks, steps = shape_of(c, args, request)
+    return blocks, steps, groups_of(args, blocks, line.team), group_length(c, args, line, steps)
+
+
 @cute.jit
-def segment_at(c: cutlass.Constexpr, args, line: Line, place: Place):
-    """(Segment without its parts, Place where the next begins, where its block ends on the line). The segment is none
-    where the CTA's piece of the line is over, or holds no block of its own here.
+def next_segment(c: cutlass.Constexpr, args, line: Line, place: Place):
+    """(The segment at a place without its parts, Place where the next begins, where its block ends on the line). There
+    is none where the CTA's piece of the line is over, or holds no block of its own here. place.request holds place.pos,
+    or is an earlier one; the search ends at the last request, whatever the lengths are.
     """
     pos, b, before, now = place
-    blocks, steps = shape_of(c, args, now)
-    groups, length = groups_of(args, blocks, line.team), group_length(c, args, line, steps)
+    blocks, steps, groups, length = sizes_on(c, args, line, now)
+    while (before + groups * length <= pos) & (pos < line.end) & (b + 1 < args.batch):
+        before += groups * length
+        b += 1
+        now = load_request(args, b)
+        blocks, steps, groups, length = sizes_on(c, args, line, now)
+    place = Place(pos, b, before, now)
     group = Int32(0)
     if groups > 1:
         group = divide(pos - before, length)

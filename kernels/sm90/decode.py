@@ -168,7 +168,7 @@ class Decode:
             page_shift=cute.arch.popc(width),
             cta=cta,
         )
-        words = work.read_request(args, work.lane_requests(args)[0])  # a memory latency before they are needed
+        words = work.read_ahead(args)  # a memory latency before they are needed
         prefetch_table(c, given.block_tables, given.batch, cta, tid)
         if warp_idx == 4:
             init_barriers(c, bars)
@@ -180,7 +180,7 @@ class Decode:
             cute.arch.setmaxregister_decrease(c.producer_regs)
             # Each of these warps finds the first segment for itself, on a sub-partition of its own.
             line, place = work.find_line(c, args, cta, words)
-            first = work.segment_at(c, args, line, place)
+            first = work.next_segment(c, args, line, place)
             if warp_idx == 0:
                 load_kv(c, tma, smem, bars, args, first[0])
             else:

@@ -64,11 +64,12 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state
     lane = cute.arch.lane_idx()
     live = work.divide_up(seg.kv_len, c.page_rows)  # copies that hold a token; the others are left out
     policy = Int64(EVICT_FIRST) if seg.light != 0 else Int64(EVICT_NORMAL)
-    ids = page_ids(args, seg.request, seg.first * per_step + lane, live)
+    table = args.block_tables[seg.request, None]
+    ids = page_ids(args, table, seg.first * per_step + lane, live)
     step = seg.first
     while step < seg.end:
         base = step * per_step
-        later = page_ids(args, seg.request, base + LANES + lane, live)
+        later = page_ids(args, table, base + LANES + lane, live)
         for i in cutlass.range(cutlass.min(seg.end - step, LANES // per_step), unroll=1):
             for piece in c.pieces:
                 if const_expr(piece == c.staging):
@@ -88,9 +89,9 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state
 
 
 @cute.jit
-def page_ids(args, request, copy, live):
+def page_ids(args, table, copy, live):
     """The page id of a copy; of the last live one for copies past the end, so that no dead table column is read."""
-    return args.block_tables[request, cutlass.min(copy, live - 1) >> args.page_shift]
+    return table[cutlass.min(copy, live - 1) >> args.page_shift]
 
 
 @cute.jit

@@ -71,8 +71,7 @@ class Probe:
             entries = line.entries
             place = work.Place(line.start, Int32(0), Int32(0), work.load_request(args, Int32(0)))
             while place.pos < line.end:
-                place = work.find_request(c, args, line, place)
-                seg, place, tail = work.segment_at(c, args._replace(cta=cta), line, place)
+                seg, place, tail = work.next_segment(c, args._replace(cta=cta), line, place)
                 if seg.request >= 0:
                     parts = work.parts_of(args, line, seg, place.pos, tail)
                     at = record(found, cta, seg._replace(parts=parts), at)
