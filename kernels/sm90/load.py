@@ -26,8 +26,12 @@ def prefetch_table(c: cutlass.Constexpr, block_tables, batch, cta, tid):
     """
     row, column = cta * (c.threads // LANES) + tid // LANES, tid % LANES * 32  # a 128-byte line a thread
     if (row < batch) & (column < block_tables.shape[1]):
-        line = block_tables.iterator.toint() + (row.to(Int64) * block_tables.stride[0] + column) * 4
-        cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[line])
+        prefetch(block_tables[row, None].iterator + column)
+
+
+def prefetch(pointer):
+    """Ask L2 for a pointer's line."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer.toint()])
 
 
 @cute.jit
@@ -56,8 +60,9 @@ def ring_copy(c, name, ring, tma, smem):
 @cute.jit
 def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state):
     """A copy takes page_rows tokens: copy i of the request is the (i & mask)-th of the page in table column i >> shift.
-    Lane l of the warp holds the page id of the l-th of the next 32 copies, fetched one round ahead. owed: the first row
-    of a block whose output the math warps leave in the slots of tile b, or -1; it is stored before they are filled.
+    Lane l of the warp holds the page id of the l-th of the next 32 copies; L2 is asked for the 32 behind. Held in
+    registers, those would be waited for before the first copy. owed: the first row of a block whose output the math
+    warps leave in the slots of tile b, or -1; it is stored before they are filled.
     """
     slot, phase, owed = state
     per_tile, per_step = c.tile // c.page_rows, c.tile_tokens // c.page_rows
@@ -65,11 +70,11 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state
     live = work.divide_up(seg.kv_len, c.page_rows)  # copies that hold a token; the others are left out
     policy = Int64(EVICT_FIRST) if seg.light != 0 else Int64(EVICT_NORMAL)
     table = args.block_tables[seg.request, None]
-    ids = page_ids(args, table, seg.first * per_step + lane, live)
     step = seg.first
     while step < seg.end:
         base = step * per_step
-        later = page_ids(args, table, base + LANES + lane, live)
+        ids = table[page_column(args, base + lane, live)]
+        prefetch(table.iterator + page_column(args, base + LANES + lane, live))
         for i in cutlass.range(cutlass.min(seg.end - step, LANES // per_step), unroll=1):
             for piece in c.pieces:
                 if const_expr(piece == c.staging):
@@ -80,7 +85,6 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state
                 count = cutlass.min(cutlass.max(live - base - at, 0), per_tile)
                 gather(c, piece, copies, bars, *place(c, piece, slot, phase), count, ids, base, at, args, policy)
             slot, phase = after_step(c, slot, phase)
-        ids = later
         step += LANES // per_step
     if const_expr(not c.swapped):
         if work.is_whole(c, args, seg):
@@ -88,10 +92,9 @@ def load_segment(c: cutlass.Constexpr, copies, tma, smem, bars, args, seg, state
     return slot, phase, owed
 
 
-@cute.jit
-def page_ids(args, table, copy, live):
-    """The page id of a copy; of the last live one for copies past the end, so that no dead table column is read."""
-    return table[cutlass.min(copy, live - 1) >> args.page_shift]
+def page_column(args, copy, live):
+    """Of the table, for a copy; of the last live one for copies past the end, so that no dead table column is read."""
+    return cutlass.min(copy, live - 1) >> args.page_shift
 
 
 @cute.jit

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from functools import partial
 from typing import Any
 
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; only host code is compiled
@@ -58,18 +57,20 @@ class Probe:
         )
         steps, groups, longest, alone, blocks = (Int32(0) for _ in range(5))
         for b in range(batch):
-            size, length = work.sizes_of(c, args, b, work.load_request(args, b))
+            request = work.load_request(args, b)  # type: ignore[no-untyped-call]
+            size, length = work.sizes_of(c, args, b, request)
             each = work.groups_of(args, size, team)
             steps, groups, longest = steps + each * length, groups + each, max(longest, length)
             alone, blocks = alone + size * length, blocks + size
         used = team
-        if work.wasteful(steps, team, alone):
+        if work.wasteful(steps, team, alone):  # type: ignore[no-untyped-call]
             used, steps, groups = Int32(1), alone, blocks
         at, entries = Int32(0), Int32(0)
         for cta in range(ctas):
             line = work.line_of(c, args, used, steps, groups, longest, cta)
             entries = line.entries
-            place = work.Place(line.start, Int32(0), Int32(0), work.load_request(args, Int32(0)))
+            first = work.load_request(args, Int32(0))  # type: ignore[no-untyped-call]
+            place = work.Place(line.start, Int32(0), Int32(0), first)
             while place.pos < line.end:
                 seg, place, tail = work.next_segment(c, args._replace(cta=cta), line, place)
                 if seg.request >= 0:
