@@ -18,7 +18,7 @@ NONE = work.Segment(*(Int32(-1) for _ in range(WORDS)))
 
 @cute.jit
 def publish_all(c: cutlass.Constexpr, bars, s_segments, args, line, first):
-    """The scheduler: every segment of the CTA, and one with request -1 behind the last. first: what next_segment() gave."""
+    """The scheduler: every segment of the CTA, and one with request -1 behind. first: what next_segment() gave."""
     turn = Int32(0)
     seg, place, tail = first
     clear_splits(args, line)
