@@ -50,7 +50,7 @@ def divide(n, by):
     if isinstance(by, Divisor):
         return ((n.to(Uint64) * by.factor.to(Uint64)) >> by.shift.to(Uint64)).to(Int32)
     if isinstance(by, int):
-        return n >> (by.bit_length() - 1) if by & (by - 1) == 0 else (n.to(Uint32) // by).to(Int32)
+        return n >> (by.bit_length() - 1) if by & (by - 1) == 0 else (n.to(Uint32) // Uint32(by)).to(Int32)
     return (n.to(Uint32) // by.to(Uint32)).to(Int32)
 
 

@@ -87,7 +87,7 @@ def operands(c, mmas, smem, tid):
 def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, args, seg, state):
     slot, phase, query_phase = state
     masked = work.seen_by(c, args, seg, 0)  # tokens that every row sees: tiles beyond are masked
-    if (w == 0) & (me.tid < c.rows):  # one division a thread; registers are scarce at 32 rows, and few tiles are masked
+    if (w == 0) & (me.tid < c.rows):  # once a row; registers are scarce at 32 rows, and few tiles are masked
         smem.limit[me.tid] = work.seen_by(c, args, seg, me.tid)
         smem.high[me.tid] = -Float32.inf
         smem.shift[me.tid] = Float32(0.0)

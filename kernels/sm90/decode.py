@@ -6,7 +6,7 @@ Grid: one CTA an SM; each takes an even piece of the batch's work (common/work.p
 each one block of rows times some steps. With 64 rows a step is a pair of 64-token tiles, with 384 threads:
     warp 0         KV producer: TMA gathers by page id into 4 half tiles of 32 KB and 2 rope tiles of 8 KB   (load.py)
     warps 1-2      query rows of the next block; rows without tokens                                         (load.py)
-    warp 3         scheduler: finds the segments                                                 (common/schedule.py)
+    warp 3         scheduler: finds the segments; the first is found by warps 0-3 each             (common/schedule.py)
     warps 4-7      scores and softmax of tile a, O columns 0-255                                             (attend.py)
     warps 8-11     scores and softmax of tile b, O columns 256-511
 With 8 to 32 rows a step is one tile, three pieces of 24 KB in a ring of 7 or 8, and warps 4-7 do all the math with
