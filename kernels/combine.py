@@ -4,8 +4,10 @@ Launched with programmatic dependent launch behind decode; a few CTAs an SM, wha
 shift of a row's parts,
     out = sum_i 2**(shift_i - m) O_i / sum_i 2**(shift_i - m) sum_i,   LSE = m + log2 of that denominator.
 
-All CTAs share all rows. Of a block of few parts (few_parts) a warp merges half a row. Of a block of many, all warps
-of a CTA take one piece of a row: merge_lanes lanes with 4 columns each read a part, in THREADS / merge_lanes streams.
+O_i is fp32, or fp16 with a scale for each half of a row and its columns in another order (see store).
+
+All CTAs share all rows. Of a block of few parts (few_parts) a warp merges half a row. Of a block of many, all warps of
+a CTA take one piece of a row: MERGE_LANES lanes with 16 bytes each read a part, in THREADS / MERGE_LANES streams.
 """
 
 from typing import NamedTuple
@@ -20,8 +22,8 @@ from .common.work import NO_CUT, ONE_GROUP
 from .common.work_device import LANES
 
 THREADS, WARPS = 256, 8
-CHUNKS = 2  # of a row that a warp merges alone
-COLUMNS = 128  # of a chunk: 4 a lane
+MERGE_LANES = 16  # half a warp: with a whole one, few rows would leave half of the CTAs without work
+HALF = 256  # columns of a row that a warp merges alone
 # what combine takes of decode's arguments
 READS = (
     *("out", "lse", "part_out", "part_stat", "split_info"),
@@ -48,7 +50,7 @@ def combine(c: cutlass.Constexpr, args):
     s_split = smem.allocate_tensor(Int32, cute.make_layout((5, THREADS)), byte_alignment=16)
     s_count = smem.allocate_tensor(Int32, cute.make_layout((3,)), byte_alignment=16)
     s_stat = smem.allocate_tensor(Float32, cute.make_layout((2, WARPS)), byte_alignment=16)
-    s_acc = smem.allocate_tensor(Float32, cute.make_layout((COLUMNS, WARPS)), byte_alignment=16)
+    s_acc = smem.allocate_tensor(Float32, cute.make_layout((MERGE_LANES * lane_columns(c), WARPS)), byte_alignment=16)
     # Written by decode before this kernel may start, so it is read without waiting for decode to end.
     head = args.split_info.iterator + 4 * args.max_entries
     cuts = cute.arch.load(head, Int32, sem="acquire", scope="gpu")
@@ -66,30 +68,32 @@ def combine(c: cutlass.Constexpr, args):
         begin += THREADS
 
 
+def lane_columns(c):
+    """Columns of a part that a lane reads at once, 16 bytes."""
+    return 128 // c.part_dtype.width
+
+
 @cute.jit
 def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid):
     """What is listed: s_count[0] blocks of few parts, s_count[1] of many."""
-    warp_idx, lane = cute.arch.make_warp_uniform(tid // LANES), tid % LANES
-    width = CHUNKS * COLUMNS
-    for item in cutlass.range(
-        cta * WARPS + warp_idx, s_count[0] * args.slot_rows * (c.latent // width), ctas * WARPS, unroll=1
-    ):
-        split, row, column = find_item(args, s_split, Int32(0), item, c.latent // width)
-        column = column * width + lane * 4
+    warp_idx, lane, each = cute.arch.make_warp_uniform(tid // LANES), tid % LANES, lane_columns(c)
+    pieces, chunks = c.latent // HALF, HALF // (LANES * each)
+    for item in cutlass.range(cta * WARPS + warp_idx, s_count[0] * args.slot_rows * pieces, ctas * WARPS, unroll=1):
+        split, row, piece = find_item(args, s_split, Int32(0), item, pieces)
+        place = piece * HALF + lane * each
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, column, Int32(0), 1, CHUNKS, c.merge_flight[0])
-            store(c, args, acc, stat, split.row + row, column)
-    width, streams = c.merge_lanes * 4, THREADS // c.merge_lanes
+            acc, stat = merge(c, args, split, row, place, Int32(0), 1, chunks, c.merge_flight[0])
+            store(c, args, acc, stat, split.row + row, place)
+    width, streams = MERGE_LANES * each, THREADS // MERGE_LANES
     for item in cutlass.range(cta, s_count[1] * args.slot_rows * (c.latent // width), ctas, unroll=1):
-        split, row, column = find_item(args, s_split, s_count[0], item, c.latent // width)
-        column = column * width + lane % c.merge_lanes * 4
+        split, row, piece = find_item(args, s_split, s_count[0], item, c.latent // width)
+        place = piece * width + lane % MERGE_LANES * each
         if row < split.rows:
-            acc, stat = merge(c, args, split, row, column, tid // c.merge_lanes, streams, 1, c.merge_flight[1])
-            if const_expr(c.merge_lanes == LANES // 2):
-                merge_halves(acc, stat)
-            merge_warps(c, s_acc, s_stat, acc, stat, warp_idx, lane)
-            if tid < c.merge_lanes:
-                store(c, args, acc, stat, split.row + row, column)
+            acc, stat = merge(c, args, split, row, place, tid // MERGE_LANES, streams, 1, c.merge_flight[1])
+            merge_halves(acc, stat)
+            merge_warps(s_acc, s_stat, acc, stat, warp_idx, lane)
+            if tid < MERGE_LANES:
+                store(c, args, acc, stat, split.row + row, place)
             cute.arch.sync_threads()
 
 
@@ -156,46 +160,61 @@ def merge(
     args,
     split,
     row,
-    column,
+    place,
     first,
     step: cutlass.Constexpr,
     chunks: cutlass.Constexpr,
     flight: cutlass.Constexpr,
 ):
-    """Fold parts first, first + step, ... of 4 columns, from `column` on in each of `chunks` chunks of a row: the first
-    part and `flight` more at a time. Returns O and (shift, sum), which it and the sum are relative to.
+    """Fold parts first, first + step, ... of 16 bytes, from `place` on in each of `chunks` chunks of a row, `flight` at
+    a time; of fp32, where it needs no registers of its own, the first part besides. Returns O and (shift, sum), which
+    it and the sum are relative to.
     """
-    acc = cute.make_rmem_tensor((4, chunks), Float32)
-    stat = cute.make_rmem_tensor((2,), Float32)
-    values = cute.make_rmem_tensor((4, chunks, flight), Float32)
-    stats = cute.make_rmem_tensor((2, flight), Float32)
-    load_part(c, args, split, first, row, column, acc, stat)
-    for base in cutlass.range(first + step, split.parts, step * flight, unroll=1):
+    each = lane_columns(c)
+    acc, stat = cute.make_rmem_tensor((each, chunks), Float32), cute.make_rmem_tensor((2,), Float32)
+    if const_expr(c.part_dtype.width == 32):
+        load_part(c, args, split, first, row, place, acc, stat)
+        first += step
+    else:
+        acc.fill(0.0)
+        stat[0], stat[1] = -Float32.inf, Float32(0.0)
+    values = cute.make_rmem_tensor((each, chunks, flight), c.part_dtype)
+    stats, scales = cute.make_rmem_tensor((2, flight), Float32), cute.make_rmem_tensor((flight,), Float32)
+    for base in cutlass.range(first, split.parts, step * flight, unroll=1):
         for j in cutlass.range_constexpr(flight):
-            load_part(c, args, split, base + j * step, row, column, values[None, None, j], stats[None, j])
-        fold(acc, stat, values, stats)
+            scales[j] = load_part(c, args, split, base + j * step, row, place, values[None, None, j], stats[None, j])
+        fold(acc, stat, values, stats, scales)
     return acc, stat
 
 
 @cute.jit
-def load_part(c: cutlass.Constexpr, args, split, index, row, column, values, stat):
-    """values (4, chunks), stat (2); behind the last part, something finite of weight 0."""
+def load_part(c: cutlass.Constexpr, args, split, index, row, place, values, stat):
+    """values (lane_columns, chunks), stat (2), and returns the scale of the values; behind the last part, something
+    finite of weight 0.
+    """
     part = cutlass.min(index, split.parts - 1)
     # where CTAs cut anywhere, an entry has two slots, and its block begins in the second
     slot = split.slot + part * split.stride + ((part == 0) & (args.batch_invariant == 0)).to(Int32)
     at = slot * args.slot_rows + row
-    cute.autovec_copy(cute.local_tile(args.part_stat, (2,), (at,)), stat)
-    line = args.part_out.iterator + at.to(Int64) * c.latent + column
+    scale = Float32(1.0)
+    if const_expr(c.part_dtype.width == 16):
+        at_half = (c.latent // HALF) * at + place // HALF
+        cute.autovec_copy(cute.local_tile(args.part_stat, (2,), (2 * at_half,)), stat)
+        scale = args.part_stat[4 * at_half + 2]
+    else:
+        cute.autovec_copy(cute.local_tile(args.part_stat, (2,), (at,)), stat)
+    line, each = args.part_out.iterator + at.to(Int64) * c.latent + place, lane_columns(c)
     for k in cutlass.range_constexpr(values.shape[1]):
-        source = cute.make_tensor((line + k * COLUMNS).align(16), cute.make_layout(4))
+        source = cute.make_tensor((line + k * (LANES * each)).align(16), cute.make_layout(each))
         cute.autovec_copy(source, values[None, k])
     if index >= split.parts:
         stat[0], stat[1] = -Float32.inf, Float32(0.0)
+    return scale
 
 
 @cute.jit
-def fold(acc, stat, values, stats):
-    """Add states (values (4, chunks, n), stats (2, n)) to the state (acc (4, chunks), stat)."""
+def fold(acc, stat, values, stats, scales):
+    """Add states (values (m, chunks, n) times scales (n), stats (2, n)) to the state (acc (m, chunks), stat)."""
     top = stat[0]
     for j in cutlass.range_constexpr(stats.shape[1]):
         top = cute.arch.fmax(top, stats[0, j])
@@ -208,47 +227,55 @@ def fold(acc, stat, values, stats):
     for j in cutlass.range_constexpr(stats.shape[1]):
         weight = cute.math.exp2(stats[0, j] - base, fastmath=True)
         stat[1] = stat[1] + stats[1, j] * weight
-        for k in cutlass.range_constexpr(acc.shape[1]):
-            for i in cutlass.range_constexpr(4):
-                acc[i, k] = acc[i, k] + values[i, k, j] * weight
+        weight = weight * scales[j]
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            acc[i] = acc[i] + values[i + cute.size(acc) * j].to(Float32) * weight
 
 
 @cute.jit
 def merge_halves(acc, stat):
     """Fold the states of the two halves of each warp."""
-    values, stats = cute.make_rmem_tensor((4, 1, 1), Float32), cute.make_rmem_tensor((2, 1), Float32)
-    for i in cutlass.range_constexpr(4):
+    values, stats = cute.make_rmem_tensor((cute.size(acc), 1, 1), Float32), cute.make_rmem_tensor((2, 1), Float32)
+    for i in cutlass.range_constexpr(cute.size(acc)):
         values[i] = cute.arch.shuffle_sync_bfly(acc[i], offset=LANES // 2)
     for i in cutlass.range_constexpr(2):
         stats[i] = cute.arch.shuffle_sync_bfly(stat[i], offset=LANES // 2)
-    fold(acc, stat, values, stats)
+    fold(acc, stat, values, stats, [Float32(1.0)])
 
 
 @cute.jit
-def merge_warps(c: cutlass.Constexpr, s_acc, s_stat, acc, stat, warp_idx, lane):
+def merge_warps(s_acc, s_stat, acc, stat, warp_idx, lane):
     """Fold the states of the eight warps into warp 0's."""
-    if lane < c.merge_lanes:
-        cute.autovec_copy(acc[None, 0], cute.local_tile(s_acc[None, warp_idx], (4,), (lane,)))
+    each = cute.size(acc)
+    if lane < MERGE_LANES:
+        cute.autovec_copy(acc[None, 0], cute.local_tile(s_acc[None, warp_idx], (each,), (lane,)))
     if lane == 0:
         s_stat[0, warp_idx], s_stat[1, warp_idx] = stat[0], stat[1]
     cute.arch.sync_threads()
-    if (warp_idx == 0) & (lane < c.merge_lanes):
-        values = cute.make_rmem_tensor((4, 1, WARPS - 1), Float32)
-        stats = cute.make_rmem_tensor((2, WARPS - 1), Float32)
-        for w in cutlass.range_constexpr(1, WARPS):
-            cute.autovec_copy(cute.local_tile(s_acc[None, w], (4,), (lane,)), values[None, 0, w - 1])
-            stats[0, w - 1], stats[1, w - 1] = s_stat[0, w], s_stat[1, w]
-        fold(acc, stat, values, stats)
+    if (warp_idx == 0) & (lane < MERGE_LANES):
+        most = 32 // each  # at once, as registers allow
+        for begin in cutlass.range_constexpr(1, WARPS, most):
+            count = min(most, WARPS - begin)
+            values = cute.make_rmem_tensor((each, 1, count), Float32)
+            stats = cute.make_rmem_tensor((2, count), Float32)
+            for w in cutlass.range_constexpr(count):
+                cute.autovec_copy(cute.local_tile(s_acc[None, begin + w], (each,), (lane,)), values[None, 0, w])
+                stats[0, w], stats[1, w] = s_stat[0, begin + w], s_stat[1, begin + w]
+            fold(acc, stat, values, stats, [Float32(1.0)] * count)
 
 
 @cute.jit
-def store(c: cutlass.Constexpr, args, acc, stat, row, column):
+def store(c: cutlass.Constexpr, args, acc, stat, row, place):
+    """A row of the output, or the part of it that lies from `place` on in a slot: see epilogue.store_partial."""
     gain, lse = row_result(stat[0], stat[1], args)
-    four = cute.make_rmem_tensor((4,), args.out.element_type)
+    run, apart, column = 4, LANES * 4, place
+    if const_expr(c.part_dtype.width == 16):
+        run, apart, column = 2, HALF // 4, place // HALF * HALF + place % HALF // 4
+    some = cute.make_rmem_tensor((run,), args.out.element_type)
     line = args.out.iterator + row.to(Int64) * c.latent + column
-    for k in cutlass.range_constexpr(acc.shape[1]):
-        for i in cutlass.range_constexpr(4):
-            four[i] = (acc[i, k] * gain).to(args.out.element_type)
-        cute.autovec_copy(four, cute.make_tensor((line + k * COLUMNS).align(8), cute.make_layout(4)))
-    if (column == 0) & (args.lse_scale != 0.0):
+    for k in cutlass.range_constexpr(cute.size(acc) // run):
+        for i in cutlass.range_constexpr(run):
+            some[i] = (acc[run * k + i] * gain).to(args.out.element_type)
+        cute.autovec_copy(some, cute.make_tensor((line + k * apart).align(2 * run), cute.make_layout(run)))
+    if (place == 0) & (args.lse_scale != 0.0):
         args.lse[row] = lse

@@ -66,7 +66,7 @@ class Prepared:
         if workspace is None:
             workspace = torch.empty(plan.workspace_bytes, dtype=torch.int8, device=self.device)
         flat = workspace.view(-1)
-        dtypes = (torch.float32, torch.float32, torch.int32)
+        dtypes = (torch.int32, torch.float32, torch.int32)
         part_out, part_stat, split_info = (
             flat[section.offset : section.offset + section.bytes].view(dtype)
             for section, dtype in zip(plan.sections, dtypes, strict=True)

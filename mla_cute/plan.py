@@ -17,6 +17,7 @@ from mla_cute.kernels.common.work import HEAD_WORDS, MAX_CTAS, best_team, own_pa
 from mla_cute.problem import INT32_MAX, KV_LORA_RANK, MLAProblem
 
 ALIGNMENT = 256  # bytes, of every section of the workspace
+PART_WORD_ROWS = 32  # rows of a partial result that take a 32-bit word a column; of more, two columns share one
 _forced: ContextVar[int | None] = ContextVar("forced_ctas", default=None)
 
 
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def sections(self) -> tuple[Section, Section, Section]:
-        """part_out (fp32), part_stat (fp32), split_info (int32), in this order."""
+        """part_out (int32), part_stat (fp32), split_info (int32), in this order."""
         return self._sections(self.num_ctas)
 
     @property
@@ -76,9 +77,10 @@ class Plan:
         if self.parts:
             entries = self.row_tiles * self.parts
             slots = entries if self.parts > 1 else 1  # that nothing is written to
-        part_rows = slots * self.slot_rows
+        # a slot of part_out has as many bytes whether up to 32 rows are fp32 or up to 64 fp16
+        out_rows = slots * min(self.slot_rows, PART_WORD_ROWS)
         offset, sections = 0, []
-        for elements in (part_rows * KV_LORA_RANK, part_rows * 2, entries * 4 + HEAD_WORDS):
+        for elements in (out_rows * KV_LORA_RANK, slots * self.slot_rows * 8, entries * 4 + HEAD_WORDS):
             sections.append(Section(offset, 4 * elements))
             offset += -(-4 * elements // ALIGNMENT) * ALIGNMENT
         return sections[0], sections[1], sections[2]

@@ -19,8 +19,8 @@ ARGUMENTS = (
     "packed_out",  # [total_q, H, 512]
     "lse",  # fp32 [batch, SQ, H], compact; neither is written where lse_scale is 0
     "packed_lse",  # [total_q, H]
-    "part_out",  # fp32 [2 * num_ctas * slot_rows * 512]
-    "part_stat",  # fp32 [2 * num_ctas * slot_rows * 2]
+    "part_out",  # int32 [2 * num_ctas * min(slot_rows, 32) * 512]: rows of fp32 or, of blocks of 64, fp16
+    "part_stat",  # fp32 [2 * num_ctas * slot_rows * 8]: (shift, sum) of a row or, of fp16, (those, scale, -) of a half
     "split_info",  # int32 [4 * num_ctas + work.HEAD_WORDS]; batch-invariant: mla_cute/plan.py sizes these three
     "batch",  # requests of this run
     "seq_len_q",  # query tokens a request; 0: packed
@@ -66,7 +66,7 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
         strided(out_dtype, extent(), extent(), config.latent, align=16, divisibility=8),
         strided(cutlass.Float32, extent(), extent(), extent(), align=4),
         strided(cutlass.Float32, extent(), extent(), align=4),
-        vector(cutlass.Float32, 32),
+        vector(cutlass.Int32, 32),
         vector(cutlass.Float32, 32),
         vector(cutlass.Int32, 32),
         *(cutlass.Int32(1) for _ in range(8)),

@@ -1,12 +1,22 @@
 """Arithmetic that decode and combine share."""
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 
 def shift_of(c, ref, scale):
     """What P, the sum and O of a row with reference `ref` are relative to, in log2 units."""
     return ref * scale - c.lift
+
+
+def half_scale(top):
+    """(factor, its inverse), powers of two: what brings numbers up to `top` >= 0 in magnitude into fp16 and back. `top`
+    comes to lie in [2**14, 2**15), a tiny one below, so that factor and inverse are normal numbers. Where it is
+    infinite, finite numbers below 2**100 lose bits.
+    """
+    exponent = cutlass.max(top.bitcast(Int32) >> 23, 15)  # biased
+    return ((127 + 14 + 127 - exponent) << 23).bitcast(Float32), ((exponent - 14) << 23).bitcast(Float32)
 
 
 @cute.jit

@@ -73,7 +73,7 @@ class DecodeConfig:
     split_cost: ClassVar[int] = 5
     query_warps: ClassVar[int] = 2
     scheduler_warp: ClassVar[int] = 3
-    least_merge_ctas: ClassVar[int] = 128  # of combine: a piece of 16 rows for each, see merge_lanes
+    least_merge_ctas: ClassVar[int] = 128  # of combine: a piece of 16 rows for each, see combine
 
     def __post_init__(self) -> None:
         if self.rows not in (*FEW_ROWS, 64):
@@ -169,14 +169,18 @@ class DecodeConfig:
         return 40 if self.few else 8
 
     @property
-    def merge_lanes(self) -> int:
-        """Lanes of combine that read a part of many together: few rows would leave half of its CTAs without work."""
-        return 16 if self.few else 32
+    def part_type(self) -> str:
+        """Of O in a partial result. Swapped form: to make fp16 of it costs a block as much as half of the bytes save."""
+        return "fp32" if self.swapped else "fp16"
 
     @property
     def merge_flight(self) -> tuple[int, int]:
-        """Parts of few and of many that a warp of combine has in flight beside the first, as registers allow."""
-        return (7, 8) if self.few else (2, 3)
+        """Parts of few and of many that a warp of combine has in flight, as registers allow; fp32 ones: beside the first
+        part, see combine.merge.
+        """
+        if self.swapped:
+            return (7, 8) if self.few else (2, 3)
+        return 4, 3
 
     @property
     def rings(self) -> dict[str, Ring]:

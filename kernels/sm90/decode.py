@@ -41,6 +41,7 @@ class Decode:
             dtype=DTYPES[config.compute],
             q_type=DTYPES[config.q_dtype],
             kv_type=DTYPES[config.kv_dtype],
+            part_dtype=DTYPES[config.part_type],
         )
 
     @cute.jit
@@ -101,7 +102,7 @@ class Decode:
             qo_indptr=qo_indptr,
             out=out,
             lse=lse,
-            part_out=part_out,
+            part_out=cute.make_tensor(cute.recast_ptr(part_out.iterator, dtype=c.part_dtype), part_out.layout),
             part_stat=part_stat,
             split_info=split_info,
             batch=batch,

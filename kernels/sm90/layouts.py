@@ -11,7 +11,7 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-DTYPES = {"bf16": BFloat16, "fp16": Float16, "e4m3": Float8E4M3FN}
+DTYPES = {"bf16": BFloat16, "fp16": Float16, "e4m3": Float8E4M3FN, "fp32": Float32}
 CHUNK = 64  # columns of a swizzled row
 SWIZZLE_BYTES = 128  # of it in 16 bits
 

@@ -79,8 +79,8 @@ def test_what_a_kernel_is_given(q_lens: int | Sequence[int], lse_mode: str, monk
             assert (tensor.ndim, tensor.dtype) == (rank - (prefix == "packed_"), dtype)
     slot_rows = 20 if packed else 10
     for name, elements, dtype in (
-        ("part_out", 2 * 3 * slot_rows * 512, torch.float32),
-        ("part_stat", 2 * 3 * slot_rows * 2, torch.float32),
+        ("part_out", 2 * 3 * slot_rows * 512, torch.int32),
+        ("part_stat", 2 * 3 * slot_rows * 8, torch.float32),
         ("split_info", 3 * 4 + HEAD_WORDS, torch.int32),
     ):
         assert given[name].shape == (elements,) and given[name].dtype == dtype
@@ -100,7 +100,7 @@ def test_a_batch_invariant_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (given["batch_invariant"], given["num_ctas"], given["team"], given["slot_rows"]) == (1, 8, 2, 64)
     parts = 2 * 2 * 3  # requests x blocks x parts of 5,000 tokens
     shapes = [tuple(given[name].shape) for name in ("part_out", "part_stat", "split_info")]
-    assert shapes == [(parts * 64 * 512,), (parts * 64 * 2,), (4 * parts + HEAD_WORDS,)]
+    assert shapes == [(parts * 32 * 512,), (parts * 64 * 8,), (4 * parts + HEAD_WORDS,)]
 
 
 class Operations(TorchDispatchMode):
@@ -182,7 +182,7 @@ def test_a_kernel_is_launched_on_nothing_when_it_is_prepared(
         "lse": (1, 1, 1),
         "packed_lse": (1, 1),
         "part_out": (1024,),
-        "part_stat": (4,),
+        "part_stat": (16,),
         "split_info": (4 + HEAD_WORDS,),
     }
     assert given["lse_scale"] == 0.0

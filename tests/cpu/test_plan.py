@@ -19,7 +19,7 @@ def test_sections_are_aligned_disjoint_and_large_enough() -> None:
     part_out, part_stat, split_info = plan.sections
     assert (plan.num_ctas, plan.slot_rows) == (132, 15)
     assert part_out.bytes == 2 * 132 * 15 * 512 * 4
-    assert part_stat.bytes == 2 * 132 * 15 * 2 * 4
+    assert part_stat.bytes == 2 * 132 * 15 * 8 * 4
     assert split_info.bytes == 132 * 4 * 4 + HEAD_WORDS * 4
     end = 0
     for section in plan.sections:
@@ -81,16 +81,20 @@ def test_batch_invariant_slots(changes: dict[str, int], ctas: int, team: int, pa
     row_tiles = 8 * -(-invariant.max_seq_len_q * invariant.num_heads // 64)
     assert (plan.num_ctas, plan.parts) == (min(ctas, sm_count), parts)
     assert plan.team == (team if sm_count > 1 else 1)
-    rows = (row_tiles * parts if parts > 1 else 1) * plan.slot_rows
+    slots = row_tiles * parts if parts > 1 else 1
     words = [section.bytes // 4 for section in plan.sections]
-    assert words == [rows * 512, rows * 2, 4 * row_tiles * parts + HEAD_WORDS]
+    assert words == [
+        slots * min(plan.slot_rows, 32) * 512,
+        slots * plan.slot_rows * 8,
+        4 * row_tiles * parts + HEAD_WORDS,
+    ]
 
 
 def test_batch_invariant_workspace_is_counted_in_int32() -> None:
-    large = problem(batch_size=1024, num_heads=64, max_kv_len=1 << 20, batch_invariant=True)
-    with pytest.raises(NotImplementedError, match="batch_size=1024.* elements of workspace"):
+    large = problem(batch_size=2048, num_heads=64, max_kv_len=1 << 20, batch_invariant=True)
+    with pytest.raises(NotImplementedError, match="batch_size=2048.* elements of workspace"):
         make_plan(large, TILING, 132)
-    assert make_plan(problem(batch_size=1023, num_heads=64, max_kv_len=1 << 20, batch_invariant=True), TILING, 132)
+    assert make_plan(problem(batch_size=2047, num_heads=64, max_kv_len=1 << 20, batch_invariant=True), TILING, 132)
 
 
 def test_forced_ctas_hold_within_the_block_alone() -> None:
@@ -121,3 +125,14 @@ def test_the_size_without_a_gpu_bounds_every_kernel() -> None:
     for config in dispatch.shipped():
         assert config.rows <= TILING.rows
         assert config.tile_tokens >= TILING.tile_tokens
+
+
+def test_a_slot_holds_the_rows_of_every_kernel() -> None:
+    sizes = {"fp32": 4, "fp16": 2}
+    for config in dispatch.shipped():
+        one = problem(num_heads=config.rows, max_kv_len=1 << 20)
+        plan = make_plan(one, config, 132)
+        slots, columns = 2 * plan.num_ctas, 512 // config.half  # (shift, sum), or four words for each half
+        words = 2 if config.part_type == "fp32" else 4 * columns
+        assert plan.sections[0].bytes >= slots * plan.slot_rows * 512 * sizes[config.part_type]
+        assert plan.sections[1].bytes >= slots * plan.slot_rows * words * 4

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mla_cute import dispatch
-from mla_cute.problem import DTYPES, LSE_MODES, MASKS, PAGE_SIZES
-from mla_cute.testing import make_case
+from mla_cute.problem import DTYPES, KV_LORA_RANK, LSE_MODES, MASKS, PAGE_SIZES
+from mla_cute.testing import assert_lse_close, expected_of, make_case
 
 from .harness import ROWS, each_kernel, launch, launch_and_check, planned
 from .oracle import Rows, Sequences
@@ -201,3 +201,31 @@ def test_small_weights_beside_a_sink(
             assert lse is not None
             # fp32 sums lose bits of tiny terms beside a large one: 9.7e-5 in one CTA (H200), 1e-6 in many
             assert float((lse - math.log(length - 1 + math.exp(score))).abs().amax()) <= 2e-4
+
+
+@each_kernel
+def test_values_of_any_magnitude(rows: int, device: torch.device, scaled: Callable[[Any, Any], Any]) -> None:
+    """Of 1e30, of 1e-30, and of both in different parts of a request; each column has a magnitude of its own, too.
+
+    Scores come through the RoPE lanes; in the last request they give the small values all the weight.
+    """
+    length = scaled(8192, 1024)
+    case = make_case("random", [length] * 4, num_heads=rows, scale=4.0, device=device, pool_factor=1)
+    case.query[..., : KV_LORA_RANK + 1] = 0
+    case.query[3, ..., KV_LORA_RANK] = 192 * 24
+    early = torch.arange(length, device=device) < length // 2
+    large, small = torch.full((length,), 1e30, device=device), torch.full((length,), 1e-30, device=device)
+    factors = (large, small, torch.where(early, large, small), torch.where(early, small, large))
+    columns = 2.0 ** -(torch.arange(KV_LORA_RANK, device=device) % 16)
+    for pages, factor in zip(case.block_tables.long(), factors, strict=True):
+        tokens = case.kv_cache[pages].flatten(0, 1).float()
+        tokens[:, :KV_LORA_RANK] *= factor[:, None] * columns
+        tokens[:, KV_LORA_RANK] = early.float()
+        case.kv_cache[pages] = tokens.view(case.kv_cache[pages].shape).to(case.kv_cache.dtype)
+    ref_out, ref_lse = expected_of(case, "base2")
+    for ctas in (None, 7, 33, 200):
+        out, lse = launch(case, ctas=ctas)
+        error = (out.double() - ref_out).norm(dim=2) / ref_out.norm(dim=2)  # of a column of a request
+        assert float(error.amax()) <= 4 * DTYPES["bf16"].tolerance, ctas
+        assert lse is not None
+        assert_lse_close(lse, ref_lse, "base2", relative=2e-6)
