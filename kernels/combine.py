@@ -6,8 +6,9 @@ shift of a row's parts,
 
 O_i is fp32, or fp16 with a scale for each half of a row and its columns in another order (see store).
 
-All CTAs share all rows. Of a block of few parts (few_parts) a warp merges half a row. Of a block of many, all warps of
-a CTA take one piece of a row: MERGE_LANES lanes with 16 bytes each read a part, in THREADS / MERGE_LANES streams.
+All CTAs share all rows. Of a block of few parts a warp merges half a row. Of a block of many, all warps of a CTA take
+one piece of a row: MERGE_LANES lanes with 16 bytes each read a part, in THREADS / MERGE_LANES streams. How many parts
+are many depends on how many rows have as many: see is_shared.
 """
 
 from typing import NamedTuple
@@ -15,8 +16,10 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute import FastDivmodDivisorV2
 from cutlass.memory import SmemAllocator
 
+from .common.bundle import bundle
 from .common.math import row_result
 from .common.work import NO_CUT, ONE_GROUP
 from .common.work_device import LANES
@@ -24,11 +27,17 @@ from .common.work_device import LANES
 THREADS, WARPS = 256, 8
 MERGE_LANES = 16  # half a warp: with a whole one, few rows would leave half of the CTAs without work
 HALF = 256  # columns of a row that a warp merges alone
+FEW_PARTS = 8  # up to which it does so, whatever the rows
 # what combine takes of decode's arguments
 READS = (
     *("out", "lse", "part_out", "part_stat", "split_info"),
     *("slot_rows", "batch_invariant", "max_entries", "out_scale", "lse_scale"),
 )
+
+
+def arguments(given):
+    """On the host, of decode's arguments."""
+    return bundle(**{name: getattr(given, name) for name in READS}, by_slot=FastDivmodDivisorV2(given.slot_rows))
 
 
 class Split(NamedTuple):
@@ -55,14 +64,14 @@ def combine(c: cutlass.Constexpr, args):
     head = args.split_info.iterator + 4 * args.max_entries
     cuts = cute.arch.load(head, Int32, sem="acquire", scope="gpu")
     if cuts == ONE_GROUP:
-        list_group(c, args, s_split, s_count, tid)
+        list_group(c, args, s_split, s_count, ctas, tid)
     if (cuts != NO_CUT) | (cta == 0):  # one CTA waits in any case: this kernel must not end before decode
         cute.arch.griddepcontrol_wait()
     s_count[2] = cuts if cuts != ONE_GROUP else 1  # entries; here, as registers are scarce
     begin = Int32(0)
     while begin < s_count[2]:
         if cuts != ONE_GROUP:
-            list_splits(c, args, s_mask, s_split, s_count, begin, tid, warp_idx, lane)
+            list_splits(c, args, s_mask, s_split, s_count, ctas, begin, tid, warp_idx, lane)
         merge_all(c, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid)
         cute.arch.sync_threads()  # the list may be overwritten
         begin += THREADS
@@ -73,9 +82,26 @@ def lane_columns(c):
     return 128 // c.part_dtype.width
 
 
+def shared_pieces(c):
+    """Pieces of a row of which CTAs take one each."""
+    return c.latent // (MERGE_LANES * lane_columns(c))
+
+
+@cute.jit
+def is_shared(c: cutlass.Constexpr, args, parts, blocks, ctas):
+    """1 if CTAs share the rows of a block, of so many blocks that have more than FEW_PARTS parts. A CTA takes a
+    piece through in about the time in which a warp alone reads 8 parts (H200, rows of 8 to 32 with 16 and 33 parts:
+    sharing won in up to 2 rounds of pieces, was level at 4 rounds and 16 parts, lost at 8 and 16). Batch-invariant,
+    the parts alone decide.
+    """
+    rounds = blocks * args.slot_rows * shared_pieces(c) <= ctas * ((parts + 7) // 8)
+    own, by_rows = (parts > c.invariant_parts).to(Int32), ((parts > FEW_PARTS) & rounds).to(Int32)
+    return own if args.batch_invariant != 0 else by_rows
+
+
 @cute.jit
 def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid):
-    """What is listed: s_count[0] blocks of few parts, s_count[1] of many."""
+    """What is listed: s_count[0] blocks to merge by warps alone, then s_count[1] to share."""
     warp_idx, lane, each = cute.arch.make_warp_uniform(tid // LANES), tid % LANES, lane_columns(c)
     pieces, chunks = c.latent // HALF, HALF // (LANES * each)
     for item in cutlass.range(cta * WARPS + warp_idx, s_count[0] * args.slot_rows * pieces, ctas * WARPS, unroll=1):
@@ -85,8 +111,9 @@ def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, 
             acc, stat = merge(c, args, split, row, place, Int32(0), 1, chunks, c.merge_flight[0])
             store(c, args, acc, stat, split.row + row, place)
     width, streams = MERGE_LANES * each, THREADS // MERGE_LANES
-    for item in cutlass.range(cta, s_count[1] * args.slot_rows * (c.latent // width), ctas, unroll=1):
-        split, row, piece = find_item(args, s_split, s_count[0], item, c.latent // width)
+    pieces = shared_pieces(c)
+    for item in cutlass.range(cta, s_count[1] * args.slot_rows * pieces, ctas, unroll=1):
+        split, row, piece = find_item(args, s_split, s_count[0], item, pieces)
         place = piece * width + lane % MERGE_LANES * each
         if row < split.rows:
             acc, stat = merge(c, args, split, row, place, tid // MERGE_LANES, streams, 1, c.merge_flight[1])
@@ -98,15 +125,15 @@ def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, 
 
 
 @cute.jit
-def list_group(c: cutlass.Constexpr, args, s_split, s_count, tid):
+def list_group(c: cutlass.Constexpr, args, s_split, s_count, ctas, tid):
     """list_splits() for the blocks of the one group that there is: entry i names block i."""
     row, rows, parts, team = (args.split_info[4 * args.max_entries + 1 + i] for i in range(4))
     blocks = (rows + c.rows - 1) // c.rows
     if tid < blocks:
         put(args, s_split, tid, tid, row + tid * c.rows, cutlass.min(rows - tid * c.rows, c.rows), parts, team)
     if tid == 0:
-        few = blocks if parts <= c.few_parts else Int32(0)
-        s_count[0], s_count[1] = few, blocks - few
+        shared = blocks * is_shared(c, args, parts, blocks, ctas)
+        s_count[0], s_count[1] = blocks - shared, shared
     cute.arch.sync_threads()
 
 
@@ -120,20 +147,21 @@ def put(args, s_split, place, entry, row, rows, parts, stride):
 def find_item(args, s_split, before, item, pieces: cutlass.Constexpr):
     """(block that is cut, row of it, piece of the row) of an item of work; the blocks begin at `before` of the list."""
     line = item // pieces
-    at = line // args.slot_rows
+    at = line // args.by_slot
     return Split(*(s_split[i, before + at] for i in range(5))), line - at * args.slot_rows, item % pieces
 
 
 @cute.jit
-def list_splits(c: cutlass.Constexpr, args, s_mask, s_split, s_count, begin, tid, warp_idx, lane):
-    """Of up to THREADS entries from `begin` on, the blocks that they name to s_split, those of few parts before those
-    of many, each in order; s_count: how many.
+def list_splits(c: cutlass.Constexpr, args, s_mask, s_split, s_count, ctas, begin, tid, warp_idx, lane):
+    """Of up to THREADS entries from `begin` on, the blocks that they name to s_split, those for warps alone before
+    those to share, each in order; s_count: how many.
     """
     info = cute.make_rmem_tensor((4,), Int32)
     at = cutlass.min(begin + tid, s_count[2] - 1)
     cute.autovec_copy(cute.local_tile(args.split_info, (4,), (at,)), info)  # (row, rows, parts, stride)
     parts = info[2] if at == begin + tid else Int32(0)
-    kinds = ((parts > 0) & (parts <= c.few_parts), parts > c.few_parts)
+    shared = is_shared(c, args, parts, count_threads(parts > FEW_PARTS), ctas)
+    kinds = ((parts > 0) & (shared == 0), shared != 0)
     masks = [cute.arch.vote_ballot_sync(kind) for kind in kinds]
     if lane == 0:
         for k in cutlass.range_constexpr(2):
@@ -147,11 +175,20 @@ def list_splits(c: cutlass.Constexpr, args, s_mask, s_split, s_count, begin, tid
                 before[k] += n
             count[k] += n
     if parts > 0:
-        place = count[0] + before[1] if parts > c.few_parts else before[0]
+        place = count[0] + before[1] if shared != 0 else before[0]
         put(args, s_split, place, at, *(info[j] for j in range(4)))
     if tid == 0:
         s_count[0], s_count[1] = count[0], count[1]
     cute.arch.sync_threads()
+
+
+def count_threads(flag):
+    """Threads of the CTA whose flag is set. A barrier of them."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred q; setp.ne.s32 q, {$r0}, 0; barrier.cta.red.popc.u32 {$w0}, 0, q; }",
+        write_only_types=[Int32],
+        read_only_args=[flag.to(Int32)],
+    )
 
 
 @cute.jit

@@ -162,9 +162,9 @@ class DecodeConfig:
         return 1 if self.few else 4
 
     @property
-    def few_parts(self) -> int:
-        """Parts up to which a warp of combine merges rows alone. With few rows, four blocks may have 33 parts each, and
-        their rows are too many for a CTA each (H200: (8, 1, 32, 1024), 16 parts, 29 us so).
+    def invariant_parts(self) -> int:
+        """Batch-invariant: parts up to which a warp of combine merges rows alone, see combine.is_shared. With few rows,
+        four blocks may have 33 parts each, and their rows are too many for a CTA each.
         """
         return 40 if self.few else 8
 

@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from ..combine import READS, THREADS, combine
+from ..combine import THREADS, arguments, combine
 from ..common import work_device as work
 from ..common.bundle import bundle
 from ..common.schedule import AHEAD, WORDS, publish_all
@@ -129,7 +129,7 @@ class Decode:
             min_blocks_per_mp=c.blocks_per_sm,
             preferred_smem_carveout=100 if c.combine_beside else None,
         )
-        combine(c, bundle(**{name: getattr(given, name) for name in READS})).launch(
+        combine(c, arguments(given)).launch(
             grid=[cutlass.max(num_ctas * c.merge_ctas, c.least_merge_ctas), 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,

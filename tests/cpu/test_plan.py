@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 from mla_cute.kernels.common.work import HEAD_WORDS, MAX_CTAS
+from mla_cute.kernels.sm90 import config as sm90
 
 from mla_cute import dispatch
 from mla_cute.plan import ALIGNMENT, LargestTiling, forced, forced_ctas, make_plan
@@ -129,7 +130,7 @@ def test_the_size_without_a_gpu_bounds_every_kernel() -> None:
 
 def test_a_slot_holds_the_rows_of_every_kernel() -> None:
     sizes = {"fp32": 4, "fp16": 2}
-    for config in dispatch.shipped():
+    for config in sm90.shipped():
         one = problem(num_heads=config.rows, max_kv_len=1 << 20)
         plan = make_plan(one, config, 132)
         slots, columns = 2 * plan.num_ctas, 512 // config.half  # (shift, sum), or four words for each half

@@ -18,7 +18,7 @@ from mla_cute import dispatch
 from mla_cute.problem import DTYPES, KV_LORA_RANK, LSE_MODES, MASKS, PAGE_SIZES
 from mla_cute.testing import assert_lse_close, expected_of, make_case
 
-from .harness import ROWS, each_kernel, launch, launch_and_check, planned
+from .harness import ROWS, each_kernel, launch, launch_and_check, planned, same_bits
 from .oracle import Rows, Sequences
 
 HEADS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 22, 24, 32, 40, 48, 64, 65, 96, 127, 128)
@@ -136,6 +136,20 @@ def test_any_number_of_splits(ctas: int | None, rows: int, device: torch.device)
         for batch in (1, 3):
             for kind in ("uniform", "random"):
                 launch_and_check(make_case(kind, [length] * batch, num_heads=rows, device=device), ctas=ctas)
+
+
+@each_kernel
+def test_few_requests_of_many_parts(rows: int, device: torch.device, scaled: Callable[[Any, Any], Any]) -> None:
+    """Around the number of rows from which combine leaves them to warps alone; equal lengths, and one long request."""
+    length = scaled(4096, 200)
+    for batch in (1, 2, 3, 4, 5, 8, 16):
+        for lengths in ([length // 4] * batch, [length] * batch, [4 * length, *[length // 2] * batch]):
+            for heads in (rows, 2 * rows - 3):
+                case = make_case("random", lengths, num_heads=heads, device=device)
+                out, lse = launch_and_check(case)
+                again, lse_again = launch(case)
+                assert lse is not None and lse_again is not None
+                assert same_bits(out, again) and same_bits(lse, lse_again), (lengths, heads)
 
 
 @pytest.mark.parametrize("page", PAGE_SIZES)
