@@ -24,8 +24,8 @@ def batch_mla_decode_with_paged_kv_cache(
     qk_rope_head_dim: int = QK_ROPE_HEAD_DIM,
     mask_type: str = "causal",
     max_kv_len: int | None = None,
-    bmm1_scale: float = 1.0,
-    bmm2_scale: float = 1.0,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
     out: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     lse: Tensor | None = None,
@@ -39,11 +39,11 @@ def batch_mla_decode_with_paged_kv_cache(
     out = bmm2_scale * softmax(bmm1_scale * query . key) . key[:512], over the keys that a row sees; fp32 accumulation.
     CUDA tensors run on a kernel for that GPU, on its current stream. CPU tensors run on the reference, in plain torch.
 
-    query: [B, SQ, H, 576] (fixed form) or, with qo_indptr, [total_q, H, 576] (packed form); bf16 or fp16. The first 512
-        channels meet the latent part of a key, the last 64 its RoPE part. Strides: last 1, others multiples of 16
-        bytes and at least compact, so slices of a larger buffer pass.
-    kv_cache: [pages, page_size, 576] or [pages, 1, page_size, 576], dtype of query; page_size 16, 32, 64, 128 or 256.
-        Strides as for query.
+    query: [B, SQ, H, 576] (fixed form) or, with qo_indptr, [total_q, H, 576] (packed form); bf16, fp16 or e4m3
+        (torch.float8_e4m3fn). The first 512 channels meet the latent part of a key, the last 64 its RoPE part. Strides:
+        last 1, others multiples of 16 bytes and at least compact, so slices of a larger buffer pass.
+    kv_cache: [pages, page_size, 576] or [pages, 1, page_size, 576], dtype of query, or e4m3 with a query of any of the
+        three; page_size 16, 32, 64, 128 or 256. Strides as for query.
     block_tables: int32 [>= B, width >= ceil(max_kv_len / page_size)], rows may be padded. Entry [b, c] is the page of
         tokens c * page_size and on. Columns beyond a request's length are not read.
     seq_lens: int32 [>= B], tokens in the cache, those of this call's queries included; 0 is allowed.
@@ -53,7 +53,9 @@ def batch_mla_decode_with_paged_kv_cache(
     kv_lora_rank, qk_rope_head_dim: 512 and 64.
     mask_type: "causal": query token i of n sees keys 0 .. kv_len - n + i; "dense": all keys of its request.
     max_kv_len: bound on seq_lens (None: found in seq_lens).
-    bmm1_scale, bmm2_scale: finite positive numbers, of the scores and of the output.
+    bmm1_scale, bmm2_scale: finite positive factors of the scores and of the output: numbers, or fp32 tensors of one
+        element ([] or [1]) on the device of query, which the kernel reads when it runs. What e4m3 values were divided
+        by belongs into them: bmm1_scale = softmax scale * query's * cache's, bmm2_scale = cache's.
     out: [..., H, 512] in out_dtype, contiguous; None: allocated. A given tensor is returned itself.
     out_dtype: torch.bfloat16 or torch.float16.
     lse: fp32 [..., H], contiguous; written whenever it is given. return_lse: return (out, lse), allocated if not given.
@@ -145,7 +147,8 @@ class BatchMLADecodePagedTSWrapper:
         batch_size, max_seq_len_q, max_kv_len: the most requests, query tokens a request (fixed form: exactly) and
             tokens in the cache that a run may have. One buffer sized for the largest serves all smaller plans.
         packed_query: whether runs pass qo_indptr and a packed query.
-        q_data_type, kv_data_type, o_data_type: torch.bfloat16 or torch.float16; query and cache the same.
+        q_data_type, kv_data_type: of query and cache: both torch.bfloat16, torch.float16 or torch.float8_e4m3fn; or a
+            query of 16 bits and a cache of torch.float8_e4m3fn. o_data_type: torch.bfloat16 or torch.float16.
         lse_mode: "none", "base2" or "basee"; "none" if runs need no LSE.
         batch_invariant: True: the bits of a row's out and LSE depend on its request alone (query, cache, length; not on
             the pages that hold it), whatever the other requests are, its place among them, batch_size, max_kv_len and
@@ -168,7 +171,7 @@ class BatchMLADecodePagedTSWrapper:
             mask_type=mask_type,
             q_dtype=checks.dtype_name("q_data_type", q_data_type),
             kv_dtype=checks.dtype_name("kv_data_type", kv_data_type),
-            out_dtype=checks.dtype_name("o_data_type", o_data_type),
+            out_dtype=checks.out_dtype_name("o_data_type", o_data_type),
             lse_mode=lse_mode,
             batch_invariant=batch_invariant,
         )
@@ -189,8 +192,8 @@ class BatchMLADecodePagedTSWrapper:
         seq_lens: Tensor,
         *,
         qo_indptr: Tensor | None = None,
-        bmm1_scale: float = 1.0,
-        bmm2_scale: float = 1.0,
+        bmm1_scale: float | Tensor = 1.0,
+        bmm2_scale: float | Tensor = 1.0,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -201,8 +204,8 @@ class BatchMLADecodePagedTSWrapper:
         The number of requests (query.shape[0], or len(qo_indptr) - 1) may be anything from 0 to batch_size. seq_lens
         and block_tables may have more rows; they are not read. Without requests or query rows nothing is launched.
         validate=False checks nothing, never waits for the device and, if out (and lse) are given, allocates nothing:
-        what a CUDA graph captures. A graph freezes the scales and addresses; it reads lengths, offsets and page ids
-        anew each time.
+        what a CUDA graph captures. A graph freezes addresses, and scales that are numbers; it reads lengths, offsets,
+        page ids and scales in tensors anew each time.
 
         Raises RuntimeError before plan(), and where a CUDA graph is captured with validate=True; else as plan().
         """
@@ -276,7 +279,7 @@ def get_batch_mla_decode_workspace_size(
         mask_type=mask_type,
         q_dtype=checks.dtype_name("q_dtype", q_dtype),
         kv_dtype=checks.dtype_name("kv_dtype", q_dtype if kv_dtype is None else kv_dtype),
-        out_dtype=checks.dtype_name("out_dtype", out_dtype),
+        out_dtype=checks.out_dtype_name("out_dtype", out_dtype),
         batch_invariant=batch_invariant,
     )
     checks.check_dims(kv_lora_rank, qk_rope_head_dim)
@@ -315,6 +318,6 @@ def problem_of(
         mask_type=mask_type,
         q_dtype=checks.dtype_name("query.dtype", query.dtype),
         kv_dtype=checks.dtype_name("kv_cache.dtype", kv_cache.dtype),
-        out_dtype=checks.dtype_name("out_dtype", out_dtype),
+        out_dtype=checks.out_dtype_name("out_dtype", out_dtype),
         lse_mode=lse_mode,
     )

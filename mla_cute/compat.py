@@ -24,8 +24,8 @@ def prims_ts_batch_mla_decode_with_kv_cache(
     qo_indptr: Tensor | None = None,
     max_seq_len_q: int | None = None,
     out: Tensor | None = None,
-    bmm1_scale: float = 1.0,
-    bmm2_scale: float = 1.0,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
     mask_type: str = "causal",
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:

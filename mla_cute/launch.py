@@ -23,7 +23,8 @@ from mla_cute.validate import LOG2_E, TORCH_DTYPES, Call, real
 LSE_SCALE = {"none": 0.0, "base2": 1.0, "basee": math.log(2)}  # factor on the log2 that kernels compute
 _loaded: set[tuple[str, torch.device]] = set()  # kernels whose CUDA module is on the device
 # The fields of Call. run(validate=False) passes a plain tuple, which takes less time to make.
-Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, float, float, Tensor | None, Tensor | None]
+Scale = float | Tensor
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Scale, Scale, Tensor | None, Tensor | None]
 
 
 class Bound(NamedTuple):
@@ -202,6 +203,11 @@ def _launch(
         queries, outs, lses, qo_indptr = (query, no_query), (out, no_out), (given_lse, no_lse), split_info  # not read
     else:
         queries, outs, lses = (no_query, query), (no_out, out), (no_lse, given_lse)
+    scale1_address = scale2_address = 0
+    if isinstance(bmm1_scale, Tensor):
+        scale1_address, bmm1_scale = bmm1_scale.data_ptr(), 1.0
+    if isinstance(bmm2_scale, Tensor):
+        scale2_address, bmm2_scale = bmm2_scale.data_ptr(), 1.0
     shape = kv_cache.shape
     if len(shape) == 4:
         kv_cache = kv_cache.squeeze(1)
@@ -226,7 +232,9 @@ def _launch(
         num_ctas,
         team,
         batch_invariant,
-        bmm1_scale * LOG2_E,  # without float(), which waits for a CUDA tensor: the kernel refuses one
+        scale1_address,
+        scale2_address,
+        bmm1_scale * LOG2_E,
         bmm2_scale * 1.0,
         lse_scale,
     )
@@ -234,7 +242,9 @@ def _launch(
 
 @torch.no_grad()
 def _run_reference(problem: MLAProblem, call: Call, out: Tensor, lse: Tensor | None) -> None:
-    bmm1_scale, bmm2_scale = real("bmm1_scale", call.bmm1_scale), real("bmm2_scale", call.bmm2_scale)
+    bmm1_scale, bmm2_scale = (
+        float(scale if isinstance(scale, Tensor) else real(name, scale)) for name, scale in call.scales().items()
+    )
     capacity = call.block_tables.shape[1] * problem.page_size  # of tokens; lengths are cut as kernels cut them
     result, result_lse = decode_reference(
         call.query,
@@ -243,8 +253,8 @@ def _run_reference(problem: MLAProblem, call: Call, out: Tensor, lse: Tensor | N
         call.seq_lens.clamp(max=min(problem.max_kv_len, capacity)),
         qo_indptr=call.qo_indptr if problem.packed else None,
         mask_type=problem.mask_type,
-        bmm1_scale=float(bmm1_scale),
-        bmm2_scale=float(bmm2_scale),
+        bmm1_scale=bmm1_scale,
+        bmm2_scale=bmm2_scale,
         out_dtype=out.dtype,
         lse_mode=problem.lse_mode,
     )

@@ -17,7 +17,9 @@ LSE_MODES = ("none", *LSE_BASES)
 
 @dataclass(frozen=True)
 class DType:
-    """An element type. tolerance: relative L2 error that an output of this type may have against fp64."""
+    """An element type. tolerance: relative L2 error against fp64 that an output of this type may have, and one from a
+    cache of this type: the softmax weights have the cache's type, with e4m3 that of fp16.
+    """
 
     name: str
     torch_name: str
@@ -28,7 +30,16 @@ class DType:
 DTYPES = {
     "bf16": DType("bf16", "bfloat16", 2, 4e-3),
     "fp16": DType("fp16", "float16", 2, 1e-3),
+    "e4m3": DType("e4m3", "float8_e4m3fn", 1, 1e-3),
 }
+OUT_DTYPES = ("bf16", "fp16")
+INPUT_DTYPES = (  # of query and cache
+    ("bf16", "bf16"),
+    ("fp16", "fp16"),
+    ("e4m3", "e4m3"),
+    ("bf16", "e4m3"),
+    ("fp16", "e4m3"),
+)
 
 
 @dataclass(frozen=True)

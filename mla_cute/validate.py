@@ -20,11 +20,13 @@ from torch import Tensor
 from mla_cute.problem import (
     DTYPES,
     HEAD_DIM,
+    INPUT_DTYPES,
     INT32_MAX,
     KV_LORA_RANK,
     LSE_MODES,
     MASKS,
     MAX_KV_LEN,
+    OUT_DTYPES,
     PAGE_SIZES,
     QK_ROPE_HEAD_DIM,
     MLAProblem,
@@ -43,8 +45,8 @@ class Call(NamedTuple):
     block_tables: Tensor
     seq_lens: Tensor
     qo_indptr: Tensor | None
-    bmm1_scale: float
-    bmm2_scale: float
+    bmm1_scale: float | Tensor
+    bmm2_scale: float | Tensor
     out: Tensor | None
     lse: Tensor | None
 
@@ -52,6 +54,9 @@ class Call(NamedTuple):
         """By name, in the order of the signature; qo_indptr only if it is given."""
         required = dict(zip(self._fields[:4], self[:4], strict=True))
         return required if self.qo_indptr is None else required | {"qo_indptr": self.qo_indptr}
+
+    def scales(self) -> dict[str, float | Tensor]:
+        return {"bmm1_scale": self.bmm1_scale, "bmm2_scale": self.bmm2_scale}
 
     @property
     def requests(self) -> int:
@@ -86,16 +91,31 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def real(name: str, value: object) -> numbers.Real:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a real number, got {value!r} of type {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a real number or a tensor of one, got {value!r} of type {type(value).__name__}"
+        )
     return value
 
 
-def check_scale(name: str, value: object, times_log2_e: bool = False) -> None:
-    """A real number that is finite and positive in fp32; times_log2_e: and so is LOG2_E times it."""
+def check_scale(name: str, value: object, device: torch.device) -> None:
+    """A real number as `_check_number` takes it, or a tensor of one fp32 element, whose value is not read."""
+    if not isinstance(value, Tensor):
+        _check_number(name, value)
+        return
+    if value.dtype != torch.float32:
+        fail(name, "have dtype torch.float32, where it is a tensor", value.dtype, TypeError)
+    if value.shape not in ((), (1,)):
+        fail(name, "have shape [] or [1], where it is a tensor", list(value.shape))
+    if value.device != device:
+        fail(name, f"be on {device}, where it is a tensor", value.device)
+
+
+def _check_number(name: str, value: object) -> None:
+    """A real number that is finite and positive in fp32; bmm1_scale: and so is LOG2_E times it."""
     number = real(name, value)
     if not _positive_in_fp32(number):
         fail(name, "be finite and positive in fp32", value)
-    if times_log2_e and not _positive_in_fp32(number, LOG2_E):
+    if name == "bmm1_scale" and not _positive_in_fp32(number, LOG2_E):
         fail(name, "be finite and positive in fp32, also when multiplied by log2(e)", value)
 
 
@@ -117,12 +137,20 @@ def check_dims(kv_lora_rank: object, qk_rope_head_dim: object) -> None:
         )
 
 
-def dtype_name(name: str, dtype: object) -> str:
+def dtype_name(name: str, dtype: object, choices: Sequence[str] = tuple(DTYPES)) -> str:
+    """Our name of a torch.dtype. choices: the names allowed here."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name} must be a torch.dtype, got {dtype!r} of type {type(dtype).__name__}")
-    if dtype not in NAMES:
-        raise NotImplementedError(f"{name} must be one of {', '.join(map(str, NAMES))}, got {dtype}")
+    if NAMES.get(dtype) not in choices:
+        hint = "; an FP8 cache is e4m3: pass bytes that hold it as .view(torch.float8_e4m3fn)"
+        allowed = f"be one of {', '.join(str(TORCH_DTYPES[choice]) for choice in choices)}"
+        got = f"{dtype}{hint if dtype.itemsize == 1 and 'e4m3' in choices else ''}"
+        fail(name, allowed, got, NotImplementedError)
     return NAMES[dtype]
+
+
+def out_dtype_name(name: str, dtype: object) -> str:
+    return dtype_name(name, dtype, OUT_DTYPES)
 
 
 def resolve_device(name: str, device: object) -> torch.device:
@@ -162,11 +190,10 @@ def check_problem(problem: MLAProblem) -> None:
     check_choice("lse_mode", problem.lse_mode, LSE_MODES)
     if problem.page_size not in PAGE_SIZES:
         fail("page_size (dimension -2 of kv_cache)", f"be one of {', '.join(map(str, PAGE_SIZES))}", problem.page_size)
-    if problem.kv_dtype != problem.q_dtype:
-        raise NotImplementedError(
-            f"kv_cache (kv_data_type, kv_dtype) must have the dtype of query, {TORCH_DTYPES[problem.q_dtype]}, "
-            f"got {TORCH_DTYPES[problem.kv_dtype]}"
-        )
+    allowed = [str(TORCH_DTYPES[kv]) for q, kv in INPUT_DTYPES if q == problem.q_dtype]
+    if (problem.q_dtype, problem.kv_dtype) not in INPUT_DTYPES:
+        what = f"have dtype {' or '.join(allowed)}, as query has {TORCH_DTYPES[problem.q_dtype]}"
+        fail("kv_cache (kv_data_type, kv_dtype)", what, TORCH_DTYPES[problem.kv_dtype], NotImplementedError)
     if problem.max_kv_len > MAX_KV_LEN:
         fail("max_kv_len (max_seq_len)", f"be at most {MAX_KV_LEN}", problem.max_kv_len, NotImplementedError)
     check_count(
@@ -228,8 +255,8 @@ def find_bounds(call: Call, max_kv_len: int | None, max_seq_len_q: int | None) -
 
 def check_run(problem: MLAProblem, device: torch.device, call: Call, workspace: Tensor | None) -> None:
     """All of a call but values on the device, after check_ranks."""
-    check_scale("bmm1_scale", call.bmm1_scale, times_log2_e=True)
-    check_scale("bmm2_scale", call.bmm2_scale)
+    for name, scale in call.scales().items():
+        check_scale(name, scale, device)
     _check_inputs(problem, device, call)
     rows = call.query.shape[:-1]
     if call.out is not None:
@@ -326,7 +353,8 @@ def check_overlap(call: Call, workspace: Tensor | None) -> None:
     """Nothing written may share bytes, holes of strides included, with anything else. Inputs may among themselves."""
     outputs = (("out", call.out), ("lse", call.lse), ("workspace_buffer", workspace))
     written = [(name, _span(tensor)) for name, tensor in outputs if tensor is not None]
-    read = [(name, _span(tensor)) for name, tensor in call.inputs().items()]
+    inputs = {**call.inputs(), **call.scales()}
+    read = [(name, _span(tensor)) for name, tensor in inputs.items() if isinstance(tensor, Tensor)]
     for index, (name, (start, end)) in enumerate(written):
         for other, (other_start, other_end) in read + written[:index]:
             if max(start, other_start) < min(end, other_end):
@@ -370,7 +398,10 @@ def _check_strided(name: str, tensor: Tensor) -> None:
 
 
 def check_metadata(problem: MLAProblem, call: Call) -> None:
-    """Lengths, offsets and the page ids in use. Copies them to the host, so it waits for the device."""
+    """Lengths, offsets, page ids in use, scales in tensors. Copies them to the host, so it waits for the device."""
+    for name, scale in call.scales().items():
+        if isinstance(scale, Tensor):
+            _check_number(name, scale.item())
     rows, pool = call.query.shape[0], call.kv_cache.shape[0]
     if call.qo_indptr is None:
         q_lens = torch.full((rows,), problem.max_seq_len_q)

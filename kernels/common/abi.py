@@ -30,8 +30,10 @@ ARGUMENTS = (
     "num_ctas",  # grid of the decode kernel
     "team",  # CTAs that take neighbouring blocks of a request together, see work.py
     "batch_invariant",  # 0 or 1
-    "scale_log2",  # bmm1_scale * log2(e)
-    "out_scale",  # bmm2_scale
+    "scale1_address",  # int64: of an fp32 in device memory that multiplies scale_log2 when the kernel runs; 0: none
+    "scale2_address",  # the same for out_scale
+    "scale_log2",  # bmm1_scale * log2(e); log2(e) where scale1_address has bmm1_scale
+    "out_scale",  # bmm2_scale; 1 where scale2_address has it
     "lse_scale",  # 1: base 2, ln(2): base e, 0: no LSE is written
 )
 
@@ -45,31 +47,31 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
     types = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Float8E4M3FN}
     extent = cute.sym_int
 
-    def strided(dtype: Any, *shape: Any, align: int, divisibility: int = 1) -> Any:
-        # 64-bit strides: a cache passes 2**31 elements
-        strides = tuple(cute.sym_int64(divisibility=divisibility) for _ in shape[1:])
+    def strided(dtype: Any, *shape: Any, align: int) -> Any:
+        # 64-bit strides: a cache passes 2**31 elements. They are multiples of `align` bytes too.
+        strides = tuple(cute.sym_int64(divisibility=align * 8 // dtype.width) for _ in shape[1:])
         return make_fake_tensor(dtype, shape, stride=(*strides, 1), assumed_align=align)
 
     def vector(dtype: Any, align: int) -> Any:
         return make_fake_compact_tensor(dtype, (extent(),), assumed_align=align)
 
-    q_dtype, kv_dtype, out_dtype = types[config.q_dtype], types[config.kv_dtype], types[config.out_dtype]
-    q_words, kv_words = 128 // q_dtype.width, 128 // kv_dtype.width  # elements of 16 bytes
+    q_dtype, kv_dtype, out_dtype = (types[name] for name in (config.q_dtype, config.kv_dtype, config.out_dtype))
     return (
-        strided(q_dtype, extent(), extent(), extent(), config.head_dim, align=16, divisibility=q_words),
-        strided(q_dtype, extent(), extent(), config.head_dim, align=16, divisibility=q_words),
-        strided(kv_dtype, extent(), extent(), config.head_dim, align=16, divisibility=kv_words),
+        strided(q_dtype, extent(), extent(), extent(), config.head_dim, align=16),
+        strided(q_dtype, extent(), extent(), config.head_dim, align=16),
+        strided(kv_dtype, extent(), extent(), config.head_dim, align=16),
         strided(cutlass.Int32, extent(), extent(), align=4),
         vector(cutlass.Int32, 4),
         vector(cutlass.Int32, 4),
-        strided(out_dtype, extent(), extent(), extent(), config.latent, align=16, divisibility=8),
-        strided(out_dtype, extent(), extent(), config.latent, align=16, divisibility=8),
+        strided(out_dtype, extent(), extent(), extent(), config.latent, align=16),
+        strided(out_dtype, extent(), extent(), config.latent, align=16),
         strided(cutlass.Float32, extent(), extent(), extent(), align=4),
         strided(cutlass.Float32, extent(), extent(), align=4),
         vector(cutlass.Int32, 32),
         vector(cutlass.Float32, 32),
         vector(cutlass.Int32, 32),
         *(cutlass.Int32(1) for _ in range(8)),
+        *(cutlass.Int64(0) for _ in range(2)),
         *(cutlass.Float32(1.0) for _ in range(3)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

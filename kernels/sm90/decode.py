@@ -68,6 +68,8 @@ class Decode:
         num_ctas: Int32,
         team: Int32,
         batch_invariant: Int32,
+        scale1_address: Int64,
+        scale2_address: Int64,
         scale_log2: Float32,
         out_scale: Float32,
         lse_scale: Float32,

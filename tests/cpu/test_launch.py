@@ -129,18 +129,26 @@ def test_a_run_with_its_outputs_given_is_little_more_than_a_launch(
 
 
 def test_scales_reach_a_kernel_without_waiting_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case("uniform", (5,))
+    case = make_case("uniform", (5, 7))
     prepared, received = recorder(problem_of(case), ctas=1)
+    bound, out = prepared.bind(None), case.query[..., :512].clone()
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: prepared.device.index)
     first = abi.ARGUMENTS.index("scale_log2")
     for scale in (2, 2.0):
-        launch.run(prepared, prepared.bind(None), call_of(case, bmm1_scale=scale, bmm2_scale=scale), False)
-        assert received[first : first + 2] == [2 * math.log2(math.e), 2.0]
+        launch.run(prepared, bound, call_of(case, bmm1_scale=scale, bmm2_scale=scale), False)
+        assert received[first - 2 : first + 2] == [0, 0, 2 * math.log2(math.e), 2.0]
         assert all(type(value) is float for value in received[first:])
         received.clear()
-    away = torch.ones(1, device="meta")  # has no value to wait for: reading it is an error
-    launch.run(prepared, prepared.bind(None), call_of(case, bmm1_scale=away, bmm2_scale=away), False)
-    assert all(isinstance(value, torch.Tensor) for value in received[first : first + 2])
+    there, away = torch.full((), 0.5), torch.ones(1, device="meta")  # has no value to wait for: reading it is an error
+    for one, other in ((there, away), (away, there), (there, 2.0), (2.0, there), (there, there[None])):
+        with Operations() as done:
+            launch.run(prepared, bound, call_of(case, bmm1_scale=one, bmm2_scale=other, out=out), False)
+        addresses = [scale.data_ptr() if isinstance(scale, torch.Tensor) else 0 for scale in (one, other)]
+        numbers = [1.0 if isinstance(scale, torch.Tensor) else scale for scale in (one, other)]
+        assert received[first - 2 : first] == addresses and there.data_ptr() in addresses
+        assert received[first : first + 2] == [numbers[0] * math.log2(math.e), numbers[1]]
+        assert not done.names
+        received.clear()
 
 
 @pytest.fixture

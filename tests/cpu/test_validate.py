@@ -105,7 +105,7 @@ TYPE_ERRORS = [
     *((name, value, (one_shot,)) for name in ("max_seq_len_q", "max_kv_len") for value in (True, 2.0, "2")),
     *((name, "bf16", (plan, size)) for name in TYPES),
     ("o_data_type", "bf16", (one_shot, standalone)),
-    *((name, v, LIVE) for name in ("bmm1_scale", "bmm2_scale") for v in (True, torch.ones(()), "1", None, 1j)),
+    *((name, v, LIVE) for name in ("bmm1_scale", "bmm2_scale") for v in (True, torch.tensor(1), "1", None, 1j)),
     ("mask_type", 1, (plan, one_shot, standalone, size)),
     ("mask_type", None, (plan, one_shot, standalone, size)),
     ("lse_mode", 2, (plan, one_shot)),
@@ -186,7 +186,8 @@ def test_scales_may_be_any_real_number() -> None:
 NOT_IMPLEMENTED = [
     *((name, 256, (plan, one_shot, standalone, size)) for name in ("kv_lora_rank", "qk_rope_head_dim")),
     *((name, torch.float32, GEOMETRY) for name in TYPES),
-    *((name, torch.float8_e4m3fn, GEOMETRY) for name in TYPES),
+    *((name, dtype, GEOMETRY) for name in TYPES for dtype in (torch.float8_e5m2, torch.uint8)),
+    ("o_data_type", torch.float8_e4m3fn, (*GEOMETRY, one_shot, standalone)),
     ("kv_data_type", torch.float16, GEOMETRY),
     ("o_data_type", torch.float32, (one_shot, standalone)),
     ("max_kv_len", MAX_KV_LEN + 1, (plan, one_shot, standalone, size)),
@@ -203,12 +204,15 @@ def test_what_nothing_serves(name: str, value: object, entry: Callable[[Argument
     refuse(FIXED, entry, {name: value}, NotImplementedError, spelled.get(name, name))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2, torch.uint8, torch.int8])
 @pytest.mark.parametrize("entry", [one_shot, standalone])
 def test_input_dtypes(entry: Callable[[Arguments], object], dtype: torch.dtype) -> None:
+    hint = r".*e4m3.*\.view\(torch\.float8_e4m3fn\)" if dtype.itemsize == 1 else ""
     for name in ("query", "kv_cache"):
-        refuse(FIXED, entry, {name: arguments(FIXED)[name].to(dtype)}, NotImplementedError, name)
+        change = {name: arguments(FIXED)[name].float().nan_to_num().to(dtype)}
+        refuse(FIXED, entry, change, NotImplementedError, f"{name}.dtype must be one of .*{dtype}{hint}")
     refuse(FIXED, entry, {"kv_cache": FIXED.kv_cache.half()}, NotImplementedError, "kv_cache")
+    refuse(FIXED, entry, {"query": FIXED.query.to(torch.float8_e4m3fn)}, NotImplementedError, "kv_cache.*float8_e4m3fn")
 
 
 # --- tensors ---
