@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 ARCH = "sm_90a"
 CAPABILITIES = ((9, 0),)
 KERNEL = "mla_cute.kernels.sm90.decode:Decode"
-DTYPES = ("bf16", "fp16")
+DTYPES = ("bf16", "fp16")  # of outputs
+INPUTS = (("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("bf16", "e4m3"), ("fp16", "e4m3"))  # query, cache
 FP8 = "e4m3"
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory a CTA may have on sm_90
 FEW_ROWS = (8, 16, 24, 32)  # what the few-row kernel compiles for; rows_for picks among SHIPPED_FEW
@@ -48,12 +49,11 @@ class Piece(NamedTuple):
 class DecodeConfig:
     """One compiled kernel. Nothing of the batch is in it, so a new batch never recompiles.
 
-    q_dtype, kv_dtype, out_dtype: "bf16" or "fp16" (query and cache alike), or an "e4m3" cache with any of the three as
-    query. page_rows: tokens a TMA copy takes from one page, min(page_size, 64) or less. Pages of 64, 128 and 256 share
-    a kernel: the page size is a run-time shift. rows: query rows (token x head) a CTA. 64 are the M of a WGMMA, and two
-    math warpgroups share each pair of tiles; 8, 16, 24 or 32 ("few") are the N of WGMMAs whose M is tokens or latents
-    (the swapped form), and one math warpgroup does a tile. With an e4m3 cache all rows take the swapped form, by two
-    math warpgroups for each pair of tiles.
+    q_dtype, kv_dtype: one of INPUTS; out_dtype: one of DTYPES. page_rows: tokens a TMA copy takes from one page:
+    min(page_size, 64), of an e4m3 cache 16 or 64. The page size, a multiple of them, is a run-time shift.
+    rows: query rows (token x head) a CTA. 64 are the M of a WGMMA, and two math warpgroups share each pair of tiles;
+    8, 16, 24 or 32 ("few") are the N of WGMMAs whose M is tokens or latents (the swapped form), and one math warpgroup
+    does a tile. With an e4m3 cache all rows take the swapped form, by two math warpgroups for each pair of tiles.
     """
 
     q_dtype: str
@@ -247,10 +247,9 @@ class DecodeConfig:
 
 def refuse(problem: MLAProblem) -> str | None:
     """Why this kernel cannot serve the problem, or None."""
-    if problem.q_dtype not in DTYPES:
-        return f"query dtype {problem.q_dtype} is not one of {', '.join(DTYPES)}"
-    if problem.kv_dtype != problem.q_dtype:
-        return f"kv_cache dtype {problem.kv_dtype} differs from query dtype {problem.q_dtype}"
+    if (problem.q_dtype, problem.kv_dtype) not in INPUTS:
+        pairs = ", ".join(f"({q}, {kv})" for q, kv in INPUTS)
+        return f"query dtype {problem.q_dtype} and kv_cache dtype {problem.kv_dtype} are none of {pairs}"
     if problem.out_dtype not in DTYPES:
         return f"output dtype {problem.out_dtype} is not one of {', '.join(DTYPES)}"
     return None
@@ -265,20 +264,23 @@ def rows_for(problem: MLAProblem) -> int:
     (16, 1, 8, 4096) 34.4 / 35.6; 24 against 32 gain 1%, and are not shipped.
     """
     rows = problem.max_seq_len_q * problem.num_heads
-    return next((n for n in SHIPPED_FEW if rows <= n), 64)
+    shipped_few = SHIPPED_FEW_FP8 if problem.kv_dtype == FP8 else SHIPPED_FEW
+    return next((n for n in shipped_few if rows <= n), 64)
 
 
 def config_for(problem: MLAProblem) -> DecodeConfig:
     page_rows = min(problem.page_size, DecodeConfig.tile)
+    if problem.kv_dtype == FP8 and page_rows == 32:
+        page_rows = 16  # two copies a page: not worth kernels of their own
     return DecodeConfig(problem.q_dtype, problem.kv_dtype, problem.out_dtype, page_rows, rows_for(problem))
 
 
 def shipped() -> tuple[DecodeConfig, ...]:
     """Every kernel of this architecture."""
     return tuple(
-        DecodeConfig(i, i, o, p, rows)
-        for rows in (64, *reversed(SHIPPED_FEW))
-        for i in DTYPES
-        for o in DTYPES
-        for p in (16, 32, 64)
+        DecodeConfig(q, kv, out, page_rows, rows)
+        for q, kv in INPUTS
+        for rows in (64, *reversed(SHIPPED_FEW_FP8 if kv == FP8 else SHIPPED_FEW))
+        for out in DTYPES
+        for page_rows in ((16, 64) if kv == FP8 else (16, 32, 64))
     )

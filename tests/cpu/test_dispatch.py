@@ -11,7 +11,7 @@ from mla_cute.kernels.sm90.config import FEW_ROWS, SMEM_LIMIT, DecodeConfig
 
 from mla_cute import dispatch
 from mla_cute.errors import UnsupportedProblem
-from mla_cute.problem import DTYPES, LSE_MODES, MASKS, PAGE_SIZES, MLAProblem
+from mla_cute.problem import INPUT_DTYPES, LSE_MODES, MASKS, OUT_DTYPES, PAGE_SIZES, MLAProblem
 
 from .toy import run
 
@@ -23,8 +23,8 @@ def test_every_supported_problem_gets_a_shipped_kernel() -> None:
     shipped = set(dispatch.shipped("sm_90a"))
     seen = set()
     heads, tokens = (1, 2, 8, 12, 16, 17, 24, 32, 33, 40, 64, 128), (1, 2, 3, 4, 8)
-    for in_dtype, out_dtype, page_size, h, sq in itertools.product(DTYPES, DTYPES, PAGE_SIZES, heads, tokens):
-        problem = MLAProblem(4, h, sq, 4096, page_size, False, "causal", in_dtype, in_dtype, out_dtype)
+    for inputs, out_dtype, page_size, h, sq in itertools.product(INPUT_DTYPES, OUT_DTYPES, PAGE_SIZES, heads, tokens):
+        problem = MLAProblem(4, h, sq, 4096, page_size, False, "causal", *inputs, out_dtype)
         seen.add(dispatch.select(problem, HOPPER))
     assert seen == shipped, "a kernel is shipped that no problem selects, or selected but not shipped"
 
@@ -44,7 +44,7 @@ def test_the_config_depends_on_nothing_that_changes_between_batches() -> None:
 
 def test_every_kernel_is_well_named_and_has_its_files() -> None:
     names = [config.name for config in dispatch.shipped()]
-    assert len(set(names)) == len(names) <= 60
+    assert len(set(names)) == len(names) <= 100
     assert all(name.isidentifier() for name in names)
     for arch in dispatch.KERNELS:
         for module in dispatch.config_modules(arch):
@@ -65,6 +65,19 @@ def test_the_smallest_hopper_kernel_that_holds_a_request(heads: int, tokens: int
         assert dispatch.select(problem, HOPPER) == DecodeConfig("bf16", "bf16", "bf16", 64, rows)
 
 
+@pytest.mark.parametrize("q_dtype", ["bf16", "fp16", "e4m3"])
+@pytest.mark.parametrize(("heads", "rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (128, 64)])
+def test_hopper_kernels_of_an_fp8_cache(q_dtype: str, heads: int, rows: int) -> None:
+    for page_size, page_rows in zip(PAGE_SIZES, (16, 16, 64, 64, 64), strict=True):
+        problem = dataclasses.replace(
+            PROBLEM, num_heads=heads, page_size=page_size, q_dtype=q_dtype, kv_dtype="e4m3", out_dtype="fp16"
+        )
+        config = dispatch.select(problem, HOPPER)
+        assert config == DecodeConfig(q_dtype, "e4m3", "fp16", page_rows, rows)
+        inputs = "e4m3" if q_dtype == "e4m3" else f"{q_dtype}_e4m3"
+        assert config.name == f"sm90_r{rows}_{inputs}_fp16_p{page_rows}"
+
+
 @pytest.mark.parametrize("rows", [*FEW_ROWS, 64])
 def test_hopper_resources(rows: int) -> None:
     config = DecodeConfig("bf16", "bf16", "bf16", 64, rows)
@@ -83,6 +96,9 @@ def test_a_refusal_names_every_kernel_and_reason() -> None:
     with pytest.raises(UnsupportedProblem, match="sm90.decode: query dtype fp8") as caught:
         dispatch.select(dataclasses.replace(PROBLEM, q_dtype="fp8"), HOPPER)
     assert [kernel for kernel, _ in caught.value.reasons] == ["sm90.decode", "sm100"]
+    for wrong in ({"q_dtype": "e4m3"}, {"kv_dtype": "fp16"}, {"out_dtype": "e4m3"}):
+        with pytest.raises(UnsupportedProblem, match=f"sm90.decode: .*{next(iter(wrong.values()))}"):
+            dispatch.select(dataclasses.replace(PROBLEM, **wrong), HOPPER)  # type: ignore[arg-type]
     assert "compute capability 10.0 or 10.3, this one has 9.0" in str(caught.value)
     assert isinstance(caught.value, NotImplementedError)
 
