@@ -36,12 +36,13 @@ def decode_reference(
     are read, and of the last page only its owned part. Rows that see nothing, packed rows beyond qo_indptr[-1]
     included, get out 0 and LSE -inf.
 
-    Returns out [..., H, 512] in out_dtype (None: the query's) and lse [..., H] in `compute`, natural unless lse_mode
-    is "base2".
+    Returns out [..., H, 512] in out_dtype (None: the query's, with e4m3 bf16) and lse [..., H] in `compute`, natural
+    unless lse_mode is "base2".
     """
+    out_dtype = out_dtype or (query.dtype if query.dtype.itemsize > 1 else torch.bfloat16)
     rows = query.flatten(0, -3)  # [rows, H, 576]
     pages = kv_cache.squeeze(1) if kv_cache.ndim == 4 else kv_cache
-    out = torch.zeros(*rows.shape[:-1], KV_LORA_RANK, dtype=out_dtype or query.dtype, device=query.device)
+    out = torch.zeros(*rows.shape[:-1], KV_LORA_RANK, dtype=out_dtype, device=query.device)
     lse = torch.full(rows.shape[:-1], -math.inf, dtype=compute, device=query.device)
     starts = range(0, len(rows) + 1, query.shape[1]) if qo_indptr is None else qo_indptr.tolist()
     for b, length in enumerate(seq_lens[: len(starts) - 1].tolist()):
@@ -75,8 +76,8 @@ def _attend(query: Tensor, pages: Tensor, table: Tensor, bounds: Tensor, length:
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     for column in range(0, len(table), chunk_pages):
         start = column * page_size
-        tokens = pages[table[column : column + chunk_pages].long()].reshape(-1, HEAD_DIM)[: length - start]
-        tokens = tokens.to(query.dtype)
+        gathered = raw(pages)[table[column : column + chunk_pages].long()].view(pages.dtype)
+        tokens = gathered.reshape(-1, HEAD_DIM)[: length - start].to(query.dtype)
         scores = query @ tokens.T  # [n, H, tokens]
         hidden = torch.arange(start, start + len(tokens), device=query.device) >= bounds[:, None]
         scores.masked_fill_(hidden[:, None], -math.inf)
@@ -89,6 +90,11 @@ def _attend(query: Tensor, pages: Tensor, table: Tensor, bounds: Tensor, length:
         peak = new_peak
     seen = total > 0
     return acc / total.where(seen, 1.0)[..., None], (peak + total.log()).where(seen, -math.inf)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of an e4m3 tensor, which torch does not index on every device; another one as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], lse_mode: str = "base2") -> tuple[Tensor, Tensor]:

@@ -7,9 +7,12 @@ closed form:
     select   head h scores 192 at one token (see `select`), 0 elsewhere: that token where it is visible, else the mean
     deepneg  every raw score -262144, bmm1_scale 1/24: the mean, at an LSE near -10922
     two      raw scores 0, 2, 0, 2, ..., bmm1_scale 1/2
-    random   normal data; the reference in fp64 is the answer
+    random   normal data; the reference in fp64 is the answer. e4m3 holds them divided by one scale for a whole tensor,
+             latent and RoPE lanes alike, which bmm1_scale and bmm2_scale then contain; the answer is that of the stored
+             data
 
-Latent lanes of token t of request b hold v(b, t) = ((7b + t + 5(t // 32)) % 32 - 16) / 16, exact in every dtype.
+Latent lanes of token t of request b hold v(b, t) = ((7b + t + 5(t // 32)) % 32 - 16) / 16, exact in every dtype, as
+are the RoPE lanes and queries of fixture cases.
 Pages are scattered over a larger pool in which all that no request owns is NaN, tails of last pages included.
 """
 
@@ -24,12 +27,13 @@ import torch
 from torch import Tensor
 
 from mla_cute.problem import DTYPES, HEAD_DIM, KV_LORA_RANK, QK_ROPE_HEAD_DIM
-from mla_cute.reference import decode_reference
+from mla_cute.reference import decode_reference, raw
 
 Kind = Literal["random", "uniform", "select", "deepneg", "two"]
 Order = Literal["random", "identity", "reversed"]
 SCALES = {"random": HEAD_DIM**-0.5, "uniform": 1.0, "select": 1.0, "deepneg": 1 / 24, "two": 0.5}  # bmm1_scale
 PEAK = 192.0  # score of a selected token: exp(-192) vanishes in every dtype
+E4M3_UNIT = 6.5 / 448  # what e4m3 divides standard normal data by: it saturates at 6.5 standard deviations
 BLOCK_TOKENS = 1 << 18  # tokens of the pool written at once: bounds memory in very long cases
 
 
@@ -52,17 +56,21 @@ class Case:
     out_lse: Tensor | None = None
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """The query's type; with e4m3 bf16."""
+        return self.query.dtype if self.query.dtype.itemsize > 1 else torch.bfloat16
+
+    @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.query, self.kv_cache, self.block_tables, self.seq_lens
 
     def call(self, **more: Any) -> dict[str, Any]:
-        """Keyword arguments of the one-shot function after `tensors`."""
+        """Keyword arguments of the one-shot function after `tensors`, but for out_dtype, whose default is bf16."""
         named = ("qo_indptr", "max_seq_len_q", "max_kv_len", "mask_type", "bmm1_scale", "bmm2_scale")
         return {name: getattr(self, name) for name in named} | more
 
     def plan(self, **more: Any) -> dict[str, Any]:
         """Keyword arguments of the wrapper's plan()."""
-        dtype = self.query.dtype
         arguments: dict[str, Any] = {
             "device": self.query.device,
             "batch_size": len(self.seq_lens),
@@ -73,9 +81,9 @@ class Case:
             "max_kv_len": self.max_kv_len,
             "max_seq_len_q": self.max_seq_len_q,
             "packed_query": self.qo_indptr is not None,
-            "q_data_type": dtype,
-            "kv_data_type": dtype,
-            "o_data_type": dtype,
+            "q_data_type": self.query.dtype,
+            "kv_data_type": self.kv_cache.dtype,
+            "o_data_type": self.out_dtype,
             "mask_type": self.mask_type,
         }
         return arguments | more
@@ -93,6 +101,7 @@ def make_case(
     num_heads: int = 16,
     page_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
     mask_type: str = "causal",
@@ -111,12 +120,18 @@ def make_case(
 
     lengths: kv_len of each request (0 allowed).
     q_lens: one number makes a fixed query [B, SQ, H, 576], a sequence a packed one [total_q, H, 576].
+    dtype, kv_dtype: of the query and of the cache (None: the query's).
     select: the token that a head picks, negative from the end; of a sequence, entry h % 64 % len belongs to head h.
-    scale: factor on a random query. bmm1_scale: None is the kind's own (random: 1/sqrt(576)).
+    scale: factor on a random query. bmm1_scale: None is the kind's own (random: 1/sqrt(576)). The case's bmm1_scale and
+        bmm2_scale have the scales of random e4m3 data besides.
     table_width: columns (None: as many as max_kv_len needs); columns that hold no token are `unused_page`.
     permute: order of physical pages, in a pool of pool_factor times the pages needed.
-    unowned: fills every element that no request owns.
+    unowned: fills every element that no request owns; e4m3 has NaN for infinity.
     """
+    kv_dtype = kv_dtype or dtype
+    q_unit, k_unit = (
+        of * E4M3_UNIT if kind == "random" and t.itemsize == 1 else 1.0 for t, of in ((dtype, scale), (kv_dtype, 1.0))
+    )
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(seed)
     batch, packed = len(lengths), not isinstance(q_lens, int)
@@ -133,17 +148,18 @@ def make_case(
     chosen = [select] if isinstance(select, int) else list(select)
     lanes = torch.tensor([chosen[j % len(chosen)] for j in range(QK_ROPE_HEAD_DIM)], device=device)
     targets = lanes + kv_len[:, None] * (lanes < 0)  # [B, 64]
-    pool = torch.full((pool_pages, page_size, HEAD_DIM), unowned, dtype=dtype, device=device)
+    nothing = unowned if kv_dtype.itemsize > 1 or math.isfinite(unowned) else math.nan
+    pool = torch.full((pool_pages, page_size, HEAD_DIM), nothing, dtype=kv_dtype, device=device)
     for first in range(0, len(owner), BLOCK_TOKENS):
         part = slice(first, first + BLOCK_TOKENS)
         if kind == "random":
             keys = torch.randn(len(owner[part]), HEAD_DIM, generator=generator, device=device)
         else:
             keys = _keys(kind, value[part], position[part], targets[owner[part]])
-        pool.view(-1, HEAD_DIM)[slot[part]] = keys.to(dtype)
+        raw(pool).view(-1, HEAD_DIM)[slot[part]] = raw(stored(keys / k_unit, kv_dtype))
 
     indptr = torch.tensor([0, *q_list], device=device).cumsum(0)
-    query = _query(kind, int(indptr[-1]), num_heads, scale, generator).to(dtype)
+    query = stored(_query(kind, int(indptr[-1]), num_heads, scale, generator) / q_unit, dtype)
     case = Case(
         query=query if isinstance(q_lens, Sequence) else query.view(batch, q_lens, num_heads, HEAD_DIM),
         kv_cache=pool,
@@ -153,13 +169,18 @@ def make_case(
         max_seq_len_q=q_lens if isinstance(q_lens, int) else max([*q_list, 1]),
         max_kv_len=longest,
         mask_type=mask_type,
-        bmm1_scale=SCALES[kind] if bmm1_scale is None else bmm1_scale,
-        bmm2_scale=bmm2_scale,
+        bmm1_scale=(SCALES[kind] if bmm1_scale is None else bmm1_scale) * q_unit * k_unit,
+        bmm2_scale=bmm2_scale * k_unit,
     )
     if kind == "random":
         return case
     out, lse = _answer(case, kind, value, position, targets, kv_len, q_len)
     return replace(case, out_value=out.view(case.query.shape[:-1]), out_lse=lse.view(case.query.shape[:-1]))
+
+
+def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `dtype`. What is too large for e4m3 becomes its largest number; other types have infinity."""
+    return (values.clamp(-448, 448) if dtype.itemsize == 1 else values).to(dtype)
 
 
 def _position(owner: Tensor, counts: Tensor) -> Tensor:
@@ -281,16 +302,16 @@ def assert_close(
     lse: Tensor | None,
     ref_out: Tensor,
     ref_lse: Tensor,
-    in_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
     lse_mode: str = "basee",
     lse_relative: float = 1e-6,
 ) -> None:
-    """Assert the pass lines: relative L2 within the tolerance of the coarser of in_dtype (None: out's) and out's type
+    """Assert the pass lines: relative L2 within the tolerance of the coarser of kv_dtype (None: out's) and out's type
     over all rows and within four times that for each row; LSE within 2e-5 natural units and lse_relative of its size;
-    exactly 0 and -inf where nothing is seen. The input's type counts because softmax weights are rounded to it: fp16
-    output of bf16 inputs has an error of 1.4e-3."""
+    exactly 0 and -inf where nothing is seen. The cache's type counts because softmax weights are rounded to it, with
+    e4m3 to fp16: fp16 output of a bf16 cache has an error of 1.4e-3."""
     tolerances = {getattr(torch, t.torch_name): t.tolerance for t in DTYPES.values()}
-    limit = max(tolerances.get(dtype, 0.0) for dtype in (out.dtype, in_dtype or out.dtype))
+    limit = max(tolerances.get(dtype, 0.0) for dtype in (out.dtype, kv_dtype or out.dtype))
     assert out.shape == ref_out.shape, f"out has shape {tuple(out.shape)}, expected {tuple(ref_out.shape)}"
     empty = ref_lse == -math.inf
     assert not out.isnan().any(), f"out has NaN in {int(out.isnan().any(-1).sum())} of {empty.numel()} rows"

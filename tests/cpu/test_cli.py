@@ -84,7 +84,7 @@ def test_check_passes_on_the_cpu(tmp_path: Path) -> None:
 def test_check_covers_every_shipped_kernel() -> None:
     used = set()
     for row in check.rows():
-        types, page_size = (row.in_dtype, row.in_dtype, row.out_dtype), row.case.get("page_size", 64)
+        types, page_size = (row.q_dtype, row.kv_dtype, row.out_dtype), row.case.get("page_size", 64)
         heads = row.case.get("num_heads", 16)
         used.add(dispatch.select(MLAProblem(1, heads, 1, 64, page_size, False, "causal", *types), (9, 0)))
     assert used == set(dispatch.shipped("sm_90a"))

@@ -25,6 +25,7 @@ from mla_cute.testing import (
     reference_of,
 )
 
+E4M3 = torch.float8_e4m3fn
 FORMS: list[int | Sequence[int]] = [1, 3, (2, 0, 5, 1)]
 
 
@@ -52,9 +53,12 @@ def by_hand(case: Case, base: float = math.e) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("mask_type", ["dense", "causal"])
 @pytest.mark.parametrize("q_lens", FORMS)
-@pytest.mark.parametrize(("page_size", "dtype"), [(16, torch.bfloat16), (64, torch.float16)])
+@pytest.mark.parametrize(
+    ("page_size", "dtype", "kv_dtype"),
+    [(16, torch.bfloat16, None), (64, torch.float16, None), (64, torch.bfloat16, E4M3), (16, E4M3, E4M3)],
+)
 def test_against_loops_in_numpy(
-    mask_type: str, q_lens: int | Sequence[int], page_size: int, dtype: torch.dtype
+    mask_type: str, q_lens: int | Sequence[int], page_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
     case = make_case(
         "random",
@@ -64,6 +68,7 @@ def test_against_loops_in_numpy(
         num_heads=3,
         page_size=page_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         bmm2_scale=0.7,
         scale=5.0,
     )
@@ -72,7 +77,7 @@ def test_against_loops_in_numpy(
         hand_out, hand_lse = by_hand(case, base)
         np.testing.assert_allclose(out.numpy(), hand_out, rtol=1e-12, atol=1e-13)
         np.testing.assert_allclose(lse.numpy(), hand_lse, rtol=1e-12, atol=1e-13)
-    out, lse = reference_of(case, compute=torch.float32, out_dtype=dtype)
+    out, lse = reference_of(case, compute=torch.float32, out_dtype=case.out_dtype)
     assert_close(out, lse, torch.from_numpy(hand_out), torch.from_numpy(by_hand(case)[1]))
 
 

@@ -20,7 +20,7 @@ def main() -> int:
     for page_size, heads in itertools.product((16, 32, 64), ROWS):  # a kernel each
         case = make_case("random", [300, 0, 65], num_heads=heads, page_size=page_size, device=device)
         rows = case.query.shape[:-1]
-        out = poisoned(*rows, KV_LORA_RANK, dtype=case.query.dtype, device=device)
+        out = poisoned(*rows, KV_LORA_RANK, dtype=case.out_dtype, device=device)
         lse = poisoned(*rows, dtype=torch.float32, device=device)
         wrapper, graph = planned(case), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -14,14 +14,25 @@ from torch import Tensor
 import mla_cute
 from mla_cute import compile, dispatch
 from mla_cute.plan import forced_ctas
-from mla_cute.problem import KV_LORA_RANK
+from mla_cute.problem import DTYPES, INPUT_DTYPES, KV_LORA_RANK
 from mla_cute.testing import Case, Guarded, assert_close, assert_exact, assert_lse_close, expected_of
 
 COMPARED_BYTES = 1 << 28  # larger inputs are not copied for the comparison
 Result = tuple[Tensor, Tensor | None]
 # Query rows that kernels hold: with num_heads=rows // tokens, requests of `tokens` query tokens reach each kernel.
 ROWS = sorted({config.rows for config in dispatch.shipped()})
-each_kernel = pytest.mark.parametrize("rows", ROWS, ids="{} rows".format)
+TORCH_DTYPES = {name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()}
+INPUTS = [{"dtype": TORCH_DTYPES[q], "kv_dtype": TORCH_DTYPES[kv]} for q, kv in INPUT_DTYPES]  # for make_case
+BF16, FP8, MIXED = (INPUTS[INPUT_DTYPES.index(pair)] for pair in (("bf16", "bf16"), ("e4m3", "e4m3"), ("bf16", "e4m3")))
+# Kernels of few rows and of many, e4m3 widened on the cache's side alone and on both. test_every_kernel has the others.
+each_kernel = pytest.mark.parametrize(
+    ("rows", "inputs"),
+    [
+        *(pytest.param(rows, BF16, id=f"{rows} rows") for rows in ROWS),
+        *(pytest.param(rows, FP8, id=f"{rows} rows e4m3") for rows in (16, 64)),
+        *(pytest.param(rows, MIXED, id=f"{rows} rows bf16 over e4m3") for rows in (16, 64)),
+    ],
+)
 
 
 def store(config: dispatch.KernelConfig) -> None:
@@ -81,9 +92,9 @@ def launch(
 ) -> Result:
     """Plan and run the case once with caller-owned, guarded, poisoned buffers; returns (out, lse or None)."""
     query = case.query
-    arguments: dict[str, Any] = {"ctas": ctas, "o_data_type": out_dtype or query.dtype, **plan_arguments}
+    arguments: dict[str, Any] = {"ctas": ctas, "o_data_type": out_dtype or case.out_dtype, **plan_arguments}
     workspace = Guarded((workspace_bytes(case, **arguments),), torch.uint8, query.device)
-    out = Guarded((*query.shape[:-1], KV_LORA_RANK), out_dtype or query.dtype, query.device)
+    out = Guarded((*query.shape[:-1], KV_LORA_RANK), out_dtype or case.out_dtype, query.device)
     lse = Guarded(query.shape[:-1], torch.float32, query.device)
     workspace.tensor.fill_(0xFF)
     out.tensor.fill_(math.nan)
@@ -104,7 +115,7 @@ def check(case: Case, out: Tensor, lse: Tensor | None, lse_mode: str = "base2", 
     unit = lse_mode if lse is not None else "basee"
     ref_out, ref_lse = expected_of(case, unit)
     if case.out_value is None:
-        assert_close(out, lse, ref_out, ref_lse, case.query.dtype, unit, lse_relative)
+        assert_close(out, lse, ref_out, ref_lse, case.kv_cache.dtype, unit, lse_relative)
         return
     assert_exact(out, ref_out)
     if lse is not None:

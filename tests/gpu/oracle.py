@@ -4,7 +4,7 @@ Values live in the latent lanes, scores in the RoPE lanes alone. Token t of sequ
 random in [-1, 1), and in the last RoPE lane an integer k in 0..3. At a scale of ln 2 the query that is 1 in that lane
 gives the token weight 2**k, exact in 16 bits: the answer is a quotient of two prefix sums. Token picks[j] holds 1 in
 RoPE lane j besides: head h of the picking query is 192 in lane h % len(picks), which returns that token where the row
-sees it.
+sees it. All of it is exact in e4m3 too.
 
 `mla_cute.testing` has the cases that are built once and checked once; these here are for lengths that change.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mla_cute.problem import HEAD_DIM, KV_LORA_RANK
+from mla_cute.reference import raw
 from mla_cute.testing import Case
 
 SCALE = math.log(2)  # bmm1_scale of every case here: scores count in base 2
@@ -64,6 +65,7 @@ class Sequences:
         length: int,
         page_size: int = 64,
         dtype: torch.dtype = torch.bfloat16,
+        kv_dtype: torch.dtype | None = None,
         picks: Sequence[int] = (0,),
         pool_factor: int = 3,
         seed: int = 0,
@@ -73,16 +75,18 @@ class Sequences:
         exponents = torch.randint(0, 4, (count, length), device=device, generator=random)
         width = -(-length // page_size)
         self.columns = torch.tensor(COLUMNS, device=device)
-        tokens = torch.zeros(count, width * page_size, HEAD_DIM, device=device, dtype=dtype)
-        tokens[:, :length, :KV_LORA_RANK] = values[..., None].to(dtype) * self.columns.to(dtype)
-        tokens[:, :length, -1] = exponents.to(dtype)
+        kv_dtype = kv_dtype or dtype
+        wide = torch.bfloat16 if kv_dtype.itemsize == 1 else kv_dtype  # torch computes with it
+        tokens = torch.zeros(count, width * page_size, HEAD_DIM, device=device, dtype=wide)
+        tokens[:, :length, :KV_LORA_RANK] = values[..., None].to(wide) * self.columns.to(wide)
+        tokens[:, :length, -1] = exponents.to(wide)
         for lane, token in enumerate(picks):
             tokens[:, token, KV_LORA_RANK + lane] = 1
         tokens[:, length:] = math.nan
         pool = pool_factor * count * width
         self.device, self.dtype, self.picks = device, dtype, torch.tensor(picks, device=device)
-        self.tokens = tokens.view(-1, page_size, HEAD_DIM)
-        self.kv_cache = torch.full((pool, page_size, HEAD_DIM), math.nan, device=device, dtype=dtype)
+        self.tokens = tokens.to(kv_dtype).view(-1, page_size, HEAD_DIM)
+        self.kv_cache = torch.full((pool, page_size, HEAD_DIM), math.nan, device=device, dtype=kv_dtype)
         self.block_tables = torch.empty(count, width, dtype=torch.int32, device=device)
         self.place(self.kv_cache, torch.randperm(pool, device=device, generator=random)[: count * width])
         weights = torch.exp2(exponents.double())
@@ -93,7 +97,7 @@ class Sequences:
 
     def place(self, kv_cache: Tensor, pages: Tensor) -> None:
         """Move the sequences to these pages of this pool."""
-        kv_cache[pages] = self.tokens
+        raw(kv_cache)[pages] = raw(self.tokens)
         self.kv_cache, self.block_tables = kv_cache, pages.view(self.block_tables.shape).to(torch.int32)
 
     def case(
@@ -115,12 +119,13 @@ class Sequences:
         if not isinstance(seq_lens, Tensor):
             seq_lens = torch.tensor(seq_lens, dtype=torch.int32, device=self.device)
         rows = (total_q,) if isinstance(q_lens, Tensor) else (len(seq_lens), q_lens)
-        query = torch.zeros(*rows, num_heads, HEAD_DIM, device=self.device, dtype=self.dtype)
+        query = torch.zeros(*rows, num_heads, HEAD_DIM, device=self.device, dtype=torch.bfloat16)
         if picking:
             heads = torch.arange(num_heads, device=self.device)
             query[..., heads, KV_LORA_RANK + heads % len(self.picks)] = 192
         else:
             query[..., -1] = 1
+        query = query.to(self.dtype)
         return Case(
             query=query,
             kv_cache=self.kv_cache,

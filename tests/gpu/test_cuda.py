@@ -35,7 +35,7 @@ class Call:
     @staticmethod
     def of(case: Case, **plan: Any) -> Call:
         shape, device = case.query.shape[:-1], case.query.device
-        out = poisoned(*shape, KV_LORA_RANK, dtype=case.query.dtype, device=device)
+        out = poisoned(*shape, KV_LORA_RANK, dtype=case.out_dtype, device=device)
         return Call(case, planned(case, **plan), out, poisoned(*shape, dtype=torch.float32, device=device))
 
     def __call__(self) -> None:
