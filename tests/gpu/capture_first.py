@@ -11,14 +11,15 @@ import torch
 from mla_cute.problem import KV_LORA_RANK
 from mla_cute.testing import make_case, poisoned
 
-from .harness import ROWS, check, planned
+from .harness import BF16, FP8, MIXED, ROWS, check, planned
 
 
 def main() -> int:
     faulthandler.dump_traceback_later(130, exit=True)
     device = torch.device("cuda", torch.cuda.current_device())
-    for page_size, heads in itertools.product((16, 32, 64), ROWS):  # a kernel each
-        case = make_case("random", [300, 0, 65], num_heads=heads, page_size=page_size, device=device)
+    kernels = itertools.product((16, 32, 64), ROWS, (BF16,)), itertools.product((16, 64), (16, 64), (FP8, MIXED))
+    for page_size, heads, inputs in itertools.chain(*kernels):  # a kernel each
+        case = make_case("random", [300, 0, 65], num_heads=heads, page_size=page_size, **inputs, device=device)
         rows = case.query.shape[:-1]
         out = poisoned(*rows, KV_LORA_RANK, dtype=case.out_dtype, device=device)
         lse = poisoned(*rows, dtype=torch.float32, device=device)
@@ -27,7 +28,7 @@ def main() -> int:
             wrapper.run(*case.tensors, **case.run(out=out, lse=lse, validate=False))
         graph.replay()
         check(case, out, lse)
-        print(f"pages of {page_size}, {heads} heads: right", flush=True)
+        print(f"pages of {page_size}, {heads} heads, {inputs}: right", flush=True)
     return 0
 
 

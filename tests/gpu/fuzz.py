@@ -16,7 +16,7 @@ import torch
 from mla_cute.problem import MASKS
 from mla_cute.testing import Case
 
-from .harness import planned
+from .harness import INPUTS, planned
 from .oracle import Rows, Sequences
 
 REPORT = 100  # launches between two synchronisations
@@ -28,8 +28,11 @@ class Fuzz:
     def __init__(self, device: torch.device, batch: int, length: int) -> None:
         self.random, self.batch, self.length = random.Random(0), batch, length
         self.pools = [
-            Sequences(device, count=batch, length=length, page_size=page, dtype=dtype, picks=(0, 63, 64, length - 1))
-            for page, dtype in ((16, torch.bfloat16), (64, torch.float16), (256, torch.bfloat16))
+            Sequences(device, count=batch, length=length, page_size=page, picks=(0, 63, 64, length - 1), **INPUTS[name])
+            for page, name in (
+                *((16, "bf16"), (64, "fp16"), (256, "bf16")),
+                *((64, "e4m3"), (128, "bf16 over e4m3"), (32, "fp16 over e4m3")),
+            )
         ]
         self.wrappers: dict[tuple[object, ...], Any] = {}
 
@@ -52,7 +55,7 @@ class Fuzz:
 
     def wrapper(self, case: Case, ctas: int | None) -> Any:
         form = case.qo_indptr is None, case.max_seq_len_q, case.query.shape[-2]
-        key = (ctas, case.kv_cache.shape[1], *form, case.mask_type)
+        key = (ctas, case.kv_cache.shape[1], case.query.dtype, case.kv_cache.dtype, *form, case.mask_type)
         if key not in self.wrappers:
             full = replace(case, seq_lens=torch.empty(self.batch, dtype=torch.int32, device=case.query.device))
             self.wrappers[key] = planned(full, ctas=ctas)
@@ -63,7 +66,8 @@ class Fuzz:
         case, ctas = self.case(sequences, picking), self.random.choice(CTAS)
         out, lse = self.wrapper(case, ctas).run(*case.tensors, **case.run(return_lse=True, validate=False))
         good = sequences.agrees(out, lse, Rows.of(case), picking=picking)
-        form = f"query {tuple(case.query.shape)}, {case.mask_type}, page {case.kv_cache.shape[1]}, picking {picking}"
+        form = f"query {tuple(case.query.shape)} {case.query.dtype}, {case.mask_type}, picking {picking}"
+        form += f", page {case.kv_cache.shape[1]} of {case.kv_cache.dtype}"
         return good, f"{form}, ctas {ctas}, batch {len(case.seq_lens)}"
 
 

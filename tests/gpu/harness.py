@@ -22,8 +22,14 @@ Result = tuple[Tensor, Tensor | None]
 # Query rows that kernels hold: with num_heads=rows // tokens, requests of `tokens` query tokens reach each kernel.
 ROWS = sorted({config.rows for config in dispatch.shipped()})
 TORCH_DTYPES = {name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()}
-INPUTS = [{"dtype": TORCH_DTYPES[q], "kv_dtype": TORCH_DTYPES[kv]} for q, kv in INPUT_DTYPES]  # for make_case
-BF16, FP8, MIXED = (INPUTS[INPUT_DTYPES.index(pair)] for pair in (("bf16", "bf16"), ("e4m3", "e4m3"), ("bf16", "e4m3")))
+Inputs = dict[str, Any]  # arguments of make_case and Sequences
+INPUTS: dict[str, Inputs] = {
+    q if q == kv else f"{q} over {kv}": {"dtype": TORCH_DTYPES[q], "kv_dtype": TORCH_DTYPES[kv]}
+    for q, kv in INPUT_DTYPES
+}
+BF16, FP8, MIXED = INPUTS["bf16"], INPUTS["e4m3"], INPUTS["bf16 over e4m3"]
+each_rows = pytest.mark.parametrize("rows", ROWS, ids="{} rows".format)
+each_inputs = pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
 # Kernels of few rows and of many, e4m3 widened on the cache's side alone and on both. test_every_kernel has the others.
 each_kernel = pytest.mark.parametrize(
     ("rows", "inputs"),

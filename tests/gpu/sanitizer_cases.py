@@ -17,6 +17,7 @@ from mla_cute.testing import Case, make_case
 
 from .harness import check, planned
 
+E4M3 = torch.float8_e4m3fn
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "ragged, pages of 16": (make_case("random", [1, 15, 17, 0, 130], page_size=16, unused_page=2**31 - 1), {}),
     "pages of 32, fp16": (make_case("random", [33, 64], page_size=32, dtype=torch.float16, num_heads=5), {}),
@@ -25,6 +26,9 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "empty requests, tables of -1": (make_case("uniform", [0, 0, 0]), {}),
     "packed": (make_case("random", [5, 3, 9, 0, 200], q_lens=(1, 3, 0, 2, 4), page_size=16), {"ctas": 5}),
     "packed, few rows": (make_case("random", [5, 3, 9, 0, 200], q_lens=(1, 3, 0, 2, 4), num_heads=4), {"ctas": 5}),
+    "e4m3, pages of 16": (make_case("random", [1, 15, 17, 0, 130], page_size=16, dtype=E4M3), {}),
+    "e4m3, many rows": (make_case("random", [70, 5, 129], q_lens=3, num_heads=40, dtype=E4M3), {"ctas": 7}),
+    "bf16 over e4m3, packed": (make_case("random", [5, 200], q_lens=(3, 4), num_heads=6, kv_dtype=E4M3), {"ctas": 3}),
     "more splits than tiles": (make_case("random", [65], num_heads=128), {"ctas": 33}),
     "batch-invariant": (make_case("random", [2049, 70, 0, 20_000], q_lens=2, num_heads=40), {"batch_invariant": True}),
     "a table row for each request": (make_case("random", [128] * 40, q_lens=3, num_heads=8, page_size=16), {}),

@@ -15,7 +15,7 @@ import mla_cute
 from mla_cute.problem import KV_LORA_RANK
 from mla_cute.testing import Case, make_case, poisoned
 
-from .harness import bits, check, each_kernel, launch_and_check, planned, same_bits, workspace_bytes
+from .harness import Inputs, bits, check, each_kernel, launch_and_check, planned, same_bits, workspace_bytes
 from .oracle import Rows, Sequences
 
 pytestmark = pytest.mark.cuda
@@ -60,8 +60,8 @@ def capture(call: Callable[[], None], stream: torch.cuda.Stream | None = None) -
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @each_kernel
-def test_g1_lengths_grow_between_replays(tokens: int, rows: int, device: torch.device) -> None:
-    sequences = Sequences(device, count=5, length=400)
+def test_g1_lengths_grow_between_replays(tokens: int, rows: int, inputs: Inputs, device: torch.device) -> None:
+    sequences = Sequences(device, **inputs, count=5, length=400)
     case = sequences.case([1, 60, 0, 190, 128], q_lens=tokens, num_heads=rows // tokens)
     captured, eager = Call.of(case), Call.of(case)
     graph = capture(captured)
@@ -79,8 +79,8 @@ def test_g1_lengths_grow_between_replays(tokens: int, rows: int, device: torch.d
 
 
 @each_kernel
-def test_g3_fewer_live_requests_than_captured(rows: int, device: torch.device) -> None:
-    sequences = Sequences(device, count=8, length=500)
+def test_g3_fewer_live_requests_than_captured(rows: int, inputs: Inputs, device: torch.device) -> None:
+    sequences = Sequences(device, **inputs, count=8, length=500)
     case = sequences.case([500, 3, 64, 65, 300, 128, 1, 257], num_heads=rows)
     call = Call.of(case)
     graph = capture(call)
@@ -93,8 +93,8 @@ def test_g3_fewer_live_requests_than_captured(rows: int, device: torch.device) -
 
 
 @each_kernel
-def test_g4_indptr_changes_between_replays(rows: int, device: torch.device) -> None:
-    sequences = Sequences(device, count=3, length=300)
+def test_g4_indptr_changes_between_replays(rows: int, inputs: Inputs, device: torch.device) -> None:
+    sequences = Sequences(device, **inputs, count=3, length=300)
     indptr = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=device)
     case = sequences.case([300, 65, 100], q_lens=indptr, total_q=3, max_seq_len_q=3, num_heads=rows // 3)
     captured, eager = Call.of(case), Call.of(case)
@@ -109,8 +109,8 @@ def test_g4_indptr_changes_between_replays(rows: int, device: torch.device) -> N
 
 
 @each_kernel
-def test_g1_tables_and_cache_change_between_replays(rows: int, device: torch.device) -> None:
-    sequences = Sequences(device, count=4, length=300)
+def test_g1_tables_and_cache_change_between_replays(rows: int, inputs: Inputs, device: torch.device) -> None:
+    sequences = Sequences(device, **inputs, count=4, length=300)
     case = sequences.case([300, 65, 100, 7], num_heads=rows)
     call = Call.of(case)
     graph = capture(call)
@@ -123,12 +123,39 @@ def test_g1_tables_and_cache_change_between_replays(rows: int, device: torch.dev
         assert sequences.agrees(call.out, call.lse, Rows.of(case, owner)), shift
 
 
+@each_kernel
+def test_g1_scales_in_tensors_change_between_replays(rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("random", [1000, 0, 65], num_heads=rows, **inputs, device=device)
+    call = Call.of(case)
+    scales = {"bmm1_scale": torch.ones((), device=device), "bmm2_scale": torch.ones(1, device=device)}
+    given = case.run(out=call.out, lse=call.lse, validate=False) | scales
+
+    def launch() -> None:
+        call.wrapper.run(*case.tensors, **given)
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = capture(launch)
+    for one, other in ((1.0, 1.0), (0.5, 2.0), (3.0, 0.3), (1.0, 1.0)):
+        now = replace(case, bmm1_scale=one * case.bmm1_scale, bmm2_scale=other * case.bmm2_scale)
+        scales["bmm1_scale"].fill_(now.bmm1_scale)
+        scales["bmm2_scale"].fill_(now.bmm2_scale)
+        call.poison()
+        graph.replay()
+        check(now, call.out, call.lse)
+
+
 @pytest.mark.parametrize("captured_long", [False, True])
 @each_kernel
-def test_f4_f6_capture_short_replay_long_and_back(captured_long: bool, rows: int, device: torch.device) -> None:
+def test_f4_f6_capture_short_replay_long_and_back(
+    captured_long: bool, rows: int, inputs: Inputs, device: torch.device
+) -> None:
     short, long = [1] * 5, [1, 64, 131_072, 131_073, 262_144]
     picks = (0, 63, 64, 65_535, 131_071, 131_072, 131_073, 262_143)
-    sequences = Sequences(device, count=1, length=262_144, picks=picks, pool_factor=2)
+    sequences = Sequences(device, **inputs, count=1, length=262_144, picks=picks, pool_factor=2)
     shared = torch.zeros(5, dtype=torch.long, device=device)
     for picking in (True, False):
         first = long if captured_long else short
@@ -143,8 +170,8 @@ def test_f4_f6_capture_short_replay_long_and_back(captured_long: bool, rows: int
 
 
 @each_kernel
-def test_g10_two_wrappers_on_two_streams(rows: int, device: torch.device) -> None:
-    sequences = Sequences(device, count=24, length=2000)
+def test_g10_two_wrappers_on_two_streams(rows: int, inputs: Inputs, device: torch.device) -> None:
+    sequences = Sequences(device, **inputs, count=24, length=2000)
     random = torch.Generator(device).manual_seed(0)
     calls, wrong = [], []
     for _ in range(2):
@@ -191,8 +218,8 @@ def allocations(device: torch.device) -> int:
 
 @pytest.mark.parametrize("q_lens", [2, (1, 0, 3)], ids=str)
 @each_kernel
-def test_g7_no_synchronisation_no_allocation(q_lens: Any, rows: int, device: torch.device) -> None:
-    case = make_case("random", [1000, 64, 130], q_lens=q_lens, num_heads=rows // 3, device=device)
+def test_g7_no_synchronisation_no_allocation(q_lens: Any, rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("random", [1000, 64, 130], q_lens=q_lens, num_heads=rows // 3, **inputs, device=device)
     wrapped = Call.of(case)
     workspace = torch.empty(workspace_bytes(case), dtype=torch.uint8, device=device)
     own = replace(wrapped, out=wrapped.out.clone(), lse=wrapped.lse.clone())

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from mla_cute.problem import MASKS
+from mla_cute.reference import raw
 from mla_cute.testing import Case, make_case
 
-from .harness import Result, check, launch, planned, same_bits
+from .harness import BF16, FP8, INPUTS, MIXED, Inputs, Result, check, launch, planned, same_bits
 
 LENGTHS = (1, 2048, 2049, 14_000, 131_072, 140_001)  # cut into 1, 1, 2, 7, 64 and 64 parts
 
@@ -23,10 +24,10 @@ def pick(case: Case, requests: Sequence[int], max_kv_len: int | None = None) -> 
     device, query, indptr = case.query.device, case.query, case.qo_indptr
     index = torch.tensor(requests, device=device)
     if indptr is None:
-        query = query[index]
+        query = raw(query)[index].view(query.dtype)
     else:
         first = indptr.tolist()
-        query = torch.cat([query[first[b] : first[b + 1]] for b in requests])
+        query = torch.cat([raw(query)[first[b] : first[b + 1]] for b in requests]).view(query.dtype)
         indptr = torch.tensor([0, *(first[b + 1] - first[b] for b in requests)], device=device)
         indptr = indptr.cumsum(0, dtype=torch.int32)
     return replace(
@@ -49,10 +50,12 @@ def rows_of(case: Case, result: Result, position: int) -> Result:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(
+    ("heads", "inputs"), [(16, BF16), (128, BF16), (16, FP8)], ids=["16 heads", "128 heads", "16 heads e4m3"]
+)
 @pytest.mark.parametrize("form", ["one token", "two tokens", "packed"])
 def test_a_request_keeps_its_bits(
-    form: str, heads: int, mask: str, device: torch.device, scaled: Callable[[Any, Any], Any]
+    form: str, heads: int, inputs: Inputs, mask: str, device: torch.device, scaled: Callable[[Any, Any], Any]
 ) -> None:
     """Alone, amid others and at other places, planned for more requests and longer ones, on other numbers of CTAs."""
     rng = random.Random(0)
@@ -62,7 +65,14 @@ def test_a_request_keeps_its_bits(
     ragged = [(2, 1, 3)[b % 3] if b < own else rng.randint(0, 3) for b in range(batch)]
     q_lens: Any = {"one token": 1, "two tokens": 2, "packed": ragged}[form]
     case = make_case(
-        "random", lengths, q_lens=q_lens, num_heads=scaled(heads, 3), mask_type=mask, device=device, pool_factor=1
+        "random",
+        lengths,
+        q_lens=q_lens,
+        num_heads=scaled(heads, 3),
+        mask_type=mask,
+        **inputs,
+        device=device,
+        pool_factor=1,
     )
     options: dict[str, Any] = {"batch_invariant": True, "validate": False}
     alone = [pick(case, [b], max(1, lengths[b])) for b in range(own)]
@@ -90,9 +100,9 @@ def test_a_request_keeps_its_bits(
         agree(one, [b], wrapper.run(*one.tensors, **one.run(return_lse=True, validate=False)))
 
 
-@pytest.mark.parametrize("page, dtype", [(16, torch.bfloat16), (256, torch.float16)])
+@pytest.mark.parametrize("page, inputs", [(16, BF16), (256, INPUTS["fp16"]), (64, MIXED)], ids=["16", "256", "64 e4m3"])
 def test_every_number_of_parts_is_right(
-    page: int, dtype: torch.dtype, device: torch.device, scaled: Callable[[Any, Any], Any]
+    page: int, inputs: Inputs, device: torch.device, scaled: Callable[[Any, Any], Any]
 ) -> None:
     """Lengths at both ends of each number of parts up to 20, and of 41: combine takes both of its ways."""
     lengths = [2048 * parts + more for parts in scaled([*range(1, 20), 41], [1]) for more in (0, 1)]
@@ -104,7 +114,7 @@ def test_every_number_of_parts_is_right(
                 q_lens=tokens,
                 num_heads=scaled(heads, 2),
                 page_size=page,
-                dtype=dtype,
+                **inputs,
                 mask_type=mask,
                 device=device,
                 pool_factor=1,

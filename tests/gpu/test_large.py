@@ -14,7 +14,7 @@ import torch
 from mla_cute.problem import HEAD_DIM, KV_LORA_RANK, MAX_KV_LEN
 from mla_cute.testing import Case
 
-from .harness import ROWS, each_kernel, launch
+from .harness import BF16, FP8, ROWS, Inputs, each_kernel, launch
 from .oracle import Rows, Sequences
 
 Scaled = Callable[[Any, Any], Any]
@@ -28,14 +28,15 @@ def launch_and_agree(
 
 
 @pytest.mark.big
-def test_b1_offsets_past_32_bits(device: torch.device, scaled: Scaled) -> None:
+@pytest.mark.parametrize("inputs", [BF16, FP8], ids=["bf16", "e4m3"])
+def test_b1_offsets_past_32_bits(inputs: Inputs, device: torch.device, scaled: Scaled) -> None:
     """Pages on both sides of 2**31 bytes, 2**31 elements and 2**32 elements of the cache."""
     pages = scaled([1, 29127, 29128, 58254, 58255, 116508, 116509, 116599], [1, 27, 28, 54, 55, 108, 109, 116])
-    pool = torch.full((pages[-1] + 1, 64, HEAD_DIM), math.nan, dtype=torch.bfloat16, device=device)
+    pool = torch.full((pages[-1] + 1, 64, HEAD_DIM), math.nan, dtype=inputs["kv_dtype"], device=device)
     ids = torch.tensor(pages, device=device)
-    each = Sequences(device, count=8, length=64, picks=(0, 17, 63), pool_factor=1)
+    each = Sequences(device, **inputs, count=8, length=64, picks=(0, 17, 63), pool_factor=1)
     each.place(pool, ids)
-    across = Sequences(device, count=1, length=512, picks=range(5, 512, 32), pool_factor=1, seed=1)
+    across = Sequences(device, **inputs, count=1, length=512, picks=range(5, 512, 32), pool_factor=1, seed=1)
     for sequences, lengths in ((each, [64] * 8), (across, [512])):
         sequences.place(pool, ids)
         for picking, heads in product((True, False), ROWS):
@@ -129,10 +130,11 @@ def test_c10_many_query_tokens(tokens: int, device: torch.device) -> None:
 
 
 @pytest.mark.big
-def test_f7_a_million_tokens(device: torch.device, scaled: Scaled) -> None:
+@pytest.mark.parametrize("inputs", [BF16, FP8], ids=["bf16", "e4m3"])
+def test_f7_a_million_tokens(inputs: Inputs, device: torch.device, scaled: Scaled) -> None:
     length = scaled(1_000_000, 10_000)
     picks = (0, length // 2 - 1, length // 2, scaled(524_288, 5_243), length - 1)
-    sequences = Sequences(device, count=1, length=length, picks=picks)
+    sequences = Sequences(device, **inputs, count=1, length=length, picks=picks)
     for picking, heads in product((True, False), ROWS):
         launch_and_agree(sequences, sequences.case([length], num_heads=heads, picking=picking), picking=picking)
 
@@ -160,11 +162,11 @@ def test_f12_many_splits_of_one_request(ctas: int | None, device: torch.device, 
 
 
 @each_kernel
-def test_long_contexts_of_several_requests(rows: int, device: torch.device, scaled: Scaled) -> None:
+def test_long_contexts_of_several_requests(rows: int, inputs: Inputs, device: torch.device, scaled: Scaled) -> None:
     """Lengths around powers of two, replicated rows included, in one batch."""
     lengths = scaled([1, 64, 131_072, 131_073, 262_144, 0], [1, 64, 1024, 1025, 2048, 0])
     picks = (0, 63, 64, lengths[2] - 1, lengths[2])
-    sequences = Sequences(device, count=1, length=max(lengths), picks=picks, pool_factor=2)
+    sequences = Sequences(device, **inputs, count=1, length=max(lengths), picks=picks, pool_factor=2)
     shared = torch.zeros(len(lengths), dtype=torch.long, device=device)
     for picking in (True, False):
         case = sequences.case(lengths, num_heads=rows, sequence=shared, picking=picking)

@@ -15,7 +15,7 @@ from mla_cute.device import capability
 from mla_cute.plan import forced_ctas
 from mla_cute.testing import make_case
 
-from .harness import launch, workspace_bytes
+from .harness import BF16, FP8, launch, workspace_bytes
 
 pytestmark = pytest.mark.cuda
 
@@ -36,8 +36,9 @@ def test_split_info_equals_the_twin(device: torch.device, seed: int, batch_invar
     rng = random.Random(seed)
     kv_lens, q_lens = lengths_of(rng)
     heads, ctas = rng.choice([1, 8, 16, 20, 64, 128]), rng.choice([None, 1, 7, 132, 200])
+    inputs = rng.choice([BF16, FP8])
     case = make_case(
-        "uniform", kv_lens, q_lens=q_lens, num_heads=heads, mask_type="dense", device=device, pool_factor=1
+        "uniform", kv_lens, q_lens=q_lens, num_heads=heads, mask_type="dense", **inputs, device=device, pool_factor=1
     )
     bytes_needed = workspace_bytes(case, ctas=ctas, batch_invariant=batch_invariant)
     workspace = torch.full((bytes_needed,), 0x55, dtype=torch.uint8, device=device)

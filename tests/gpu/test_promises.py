@@ -13,7 +13,18 @@ import mla_cute
 from mla_cute import compat
 from mla_cute.testing import make_case, poisoned
 
-from .harness import ROWS, check, each_kernel, launch, launch_and_check, planned, same_bits, workspace_bytes
+from .harness import (
+    FP8,
+    ROWS,
+    Inputs,
+    check,
+    each_kernel,
+    launch,
+    launch_and_check,
+    planned,
+    same_bits,
+    workspace_bytes,
+)
 from .oracle import Rows, Sequences
 
 decode: Any = mla_cute.batch_mla_decode_with_paged_kv_cache
@@ -23,9 +34,9 @@ decode: Any = mla_cute.batch_mla_decode_with_paged_kv_cache
 @pytest.mark.parametrize("q_lens", [2, (2, 1, 3, 0, 1)], ids=str)
 @each_kernel
 def test_lengths_outside_the_plan_are_cut(
-    rows: int, max_kv_len: int, cut: int, q_lens: Any, device: torch.device
+    rows: int, inputs: Inputs, max_kv_len: int, cut: int, q_lens: Any, device: torch.device
 ) -> None:
-    case = make_case("random", [0, 0, cut, cut, 70], q_lens=q_lens, num_heads=rows // 3, device=device)
+    case = make_case("random", [0, 0, cut, cut, 70], q_lens=q_lens, num_heads=rows // 3, **inputs, device=device)
     case = replace(case, max_kv_len=max_kv_len)
     wild = torch.tensor([-1, -(2**31), cut + 1, 2**31 - 1, 70], dtype=torch.int32, device=device)
     for ctas in (None, 7):
@@ -60,6 +71,7 @@ def test_two_wrappers_take_turns_in_one_workspace(device: torch.device, scaled: 
 def test_f9_workspace_needs_no_initialisation(fill: int, device: torch.device) -> None:
     """Plans share a workspace that is dirtied before every call: as fp32 with 0, NaN, 3e38."""
     cases = [make_case("random", [1000, 0, 70], num_heads=rows, device=device) for rows in ROWS]
+    cases += [make_case("random", [700, 65], num_heads=rows, **FP8, device=device) for rows in (16, 64)]
     cases.append(make_case("random", [300], num_heads=100, device=device))
     workspace = torch.empty(max(workspace_bytes(case) for case in cases), dtype=torch.uint8, device=device)
     wrappers = [planned(case, workspace_buffer=workspace) for case in cases]
@@ -81,8 +93,8 @@ def test_f8_workspace_that_is_too_small(device: torch.device) -> None:
 
 @pytest.mark.parametrize("q_lens", [1, 3, (1, 0, 3)], ids=str)
 @each_kernel
-def test_all_paths_give_the_same_bits(q_lens: Any, rows: int, device: torch.device) -> None:
-    case = make_case("random", [1000, 64, 130], q_lens=q_lens, num_heads=rows // 3, device=device)
+def test_all_paths_give_the_same_bits(q_lens: Any, rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("random", [1000, 64, 130], q_lens=q_lens, num_heads=rows // 3, **inputs, device=device)
     expected, expected_lse = launch_and_check(case)
     assert expected_lse is not None
     buffer = torch.full((workspace_bytes(case),), 0xFF, dtype=torch.uint8, device=device)

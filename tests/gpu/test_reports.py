@@ -5,9 +5,9 @@ tokens, D heads, E LSE and scales, F batches, contexts and workspace, G graphs a
 compilation; the number only tells reports of one subject apart. Others are in test_products.py (splits, pages x query
 tokens, heads, large scores), test_cuda.py (graphs, streams, synchronisation), test_large.py (addresses past 2**31,
 batches of 70,000, long contexts), test_invariance.py (batch-invariant results), test_processes.py (hangs, memory
-errors) and tests/cpu.
+errors), test_fp8.py (e4m3, scales in tensors) and tests/cpu.
 
-Not covered yet: pages of 1 to 8 tokens, fp8, torch.compile.
+Not covered yet: pages of 1 to 8 tokens, torch.compile.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 import mla_cute
 import mla_cute.compile
 from mla_cute.problem import HEAD_DIM, MASKS, PAGE_SIZES
-from mla_cute.reference import merge_states
+from mla_cute.reference import merge_states, raw
 from mla_cute.testing import Case, assert_close, make_case, padded, poisoned, reference_of
 
-from .harness import check, each_kernel, launch, launch_and_check, planned, same_bits
+from .harness import Inputs, check, each_inputs, each_kernel, each_rows, launch, launch_and_check, planned, same_bits
 from .oracle import Rows, Sequences
 
 decode: Any = mla_cute.batch_mla_decode_with_paged_kv_cache
@@ -43,17 +43,21 @@ def int32(*values: Any, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("page", PAGE_SIZES)
 @pytest.mark.parametrize("unowned", [math.nan, math.inf, -math.inf])
 @each_kernel
-def test_a1_memory_of_others_stays_out(unowned: float, page: int, rows: int, device: torch.device) -> None:
+def test_a1_memory_of_others_stays_out(
+    unowned: float, page: int, rows: int, inputs: Inputs, device: torch.device
+) -> None:
     for kind in ("uniform", "select"):
-        launch_and_check(make_case(kind, [13, 65, 127], num_heads=rows, page_size=page, unowned=unowned, device=device))
+        launch_and_check(
+            make_case(kind, [13, 65, 127], num_heads=rows, page_size=page, unowned=unowned, **inputs, device=device)
+        )
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @each_kernel
-def test_a2_tail_of_zeros_is_not_counted(mask: str, rows: int, device: torch.device) -> None:
+def test_a2_tail_of_zeros_is_not_counted(mask: str, rows: int, inputs: Inputs, device: torch.device) -> None:
     for page in PAGE_SIZES:
         case = make_case(
-            "uniform", BOUNDARIES, unowned=0.0, num_heads=rows, page_size=page, mask_type=mask, device=device
+            "uniform", BOUNDARIES, unowned=0.0, num_heads=rows, page_size=page, mask_type=mask, **inputs, device=device
         )
         launch_and_check(case)
 
@@ -61,19 +65,19 @@ def test_a2_tail_of_zeros_is_not_counted(mask: str, rows: int, device: torch.dev
 @pytest.mark.parametrize("unused_page", [-1, 2**31 - 1])
 @pytest.mark.parametrize("q_lens", [1, 4, (1, 1, 1, 1), (4, 4, 4, 4), (2, 3, 4, 0)], ids=str)
 @each_kernel
-def test_a4_a6_empty_requests(q_lens: Any, unused_page: int, rows: int, device: torch.device) -> None:
+def test_a4_a6_empty_requests(q_lens: Any, unused_page: int, rows: int, inputs: Inputs, device: torch.device) -> None:
     heads = rows // (q_lens if isinstance(q_lens, int) else max(q_lens))
     for kind in ("uniform", "random"):
         for validate in (True, False):
             case = make_case(
-                kind, [100, 0, 64, 0], q_lens=q_lens, num_heads=heads, unused_page=unused_page, device=device
+                kind, [100, 0, 64, 0], q_lens=q_lens, num_heads=heads, unused_page=unused_page, **inputs, device=device
             )
             launch_and_check(case, validate=validate)
 
 
 @each_kernel
-def test_a5_all_requests_empty(rows: int, device: torch.device) -> None:
-    case = make_case("uniform", [0] * 16, num_heads=rows, device=device)
+def test_a5_all_requests_empty(rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("uniform", [0] * 16, num_heads=rows, **inputs, device=device)
     launch_and_check(case)
     out, lse = decode(*case.tensors, return_lse=True)  # the largest length, 0, is the bound here
     check(case, out, lse)
@@ -94,9 +98,9 @@ def test_a8_empty_shard_has_no_weight(lse_mode: str, device: torch.device) -> No
 
 @pytest.mark.parametrize("lse_mode", ["base2", "basee"])
 @each_kernel
-def test_shards_merge_to_the_whole(lse_mode: str, rows: int, device: torch.device) -> None:
+def test_shards_merge_to_the_whole(lse_mode: str, rows: int, inputs: Inputs, device: torch.device) -> None:
     """Two disjoint halves of the keys, cut at a page of each request."""
-    case = make_case("random", [1000, 129, 64, 5], num_heads=rows, device=device)
+    case = make_case("random", [1000, 129, 64, 5], num_heads=rows, **inputs, device=device)
     cut = 2
     head = replace(case, seq_lens=case.seq_lens.clamp(max=64 * cut))
     tail = replace(
@@ -111,9 +115,9 @@ def test_shards_merge_to_the_whole(lse_mode: str, rows: int, device: torch.devic
 
 
 @each_kernel
-def test_a9_rows_that_see_nothing(rows: int, device: torch.device) -> None:
+def test_a9_rows_that_see_nothing(rows: int, inputs: Inputs, device: torch.device) -> None:
     for form in (4, (4,)):
-        case = make_case("random", [2], q_lens=form, num_heads=rows // 4, device=device)
+        case = make_case("random", [2], q_lens=form, num_heads=rows // 4, **inputs, device=device)
         with pytest.raises(ValueError, match="seq_lens"):
             launch(case)
         out, lse = launch_and_check(case, validate=False)
@@ -140,8 +144,8 @@ def test_b3_table_narrower_than_the_pool(device: torch.device) -> None:
 
 
 @each_kernel
-def test_b4_page_order_changes_no_bit(rows: int, device: torch.device) -> None:
-    sequences = Sequences(device, count=2, length=300, pool_factor=4)
+def test_b4_page_order_changes_no_bit(rows: int, inputs: Inputs, device: torch.device) -> None:
+    sequences = Sequences(device, **inputs, count=2, length=300, pool_factor=4)
     pages = len(sequences.tokens)
     lengths, order = [300, 171], torch.arange(pages, device=device)
     expected = launch(sequences.case(lengths, q_lens=2, num_heads=rows // 2))
@@ -173,9 +177,10 @@ def test_b6_other_page_sizes_are_refused(page: int, device: torch.device) -> Non
         planned(case)
 
 
-def test_b7_b16_one_cache_in_pages_of_every_size(device: torch.device) -> None:
+@each_inputs
+def test_b7_b16_one_cache_in_pages_of_every_size(inputs: Inputs, device: torch.device) -> None:
     """A contiguous sequence is a paged one with an arange table."""
-    case = make_case("random", [1000], page_size=16, permute="identity", pool_factor=16, device=device)
+    case = make_case("random", [1000], page_size=16, permute="identity", pool_factor=16, **inputs, device=device)
     expected, _ = launch_and_check(case)
     for page in PAGE_SIZES:
         table = torch.arange(-(-1000 // page), dtype=torch.int32, device=device)[None]
@@ -197,7 +202,7 @@ def strided(case: Case) -> dict[str, Case]:
 
 @pytest.mark.parametrize("q_lens", [2, (2, 0, 3, 1)], ids=str)
 @each_kernel
-def test_b10_b11_strides(q_lens: Any, rows: int, device: torch.device) -> None:
+def test_b10_b11_strides(q_lens: Any, rows: int, inputs: Inputs, device: torch.device) -> None:
     for page in (16, 64, 256):
         case = make_case(
             "random",
@@ -206,6 +211,7 @@ def test_b10_b11_strides(q_lens: Any, rows: int, device: torch.device) -> None:
             num_heads=rows // 3,
             page_size=page,
             mask_type="dense",
+            **inputs,
             device=device,
         )
         expected = launch_and_check(case)
@@ -249,9 +255,9 @@ def test_b15_foreign_page_in_a_live_column(page_id: int, device: torch.device) -
 
 
 @each_kernel
-def test_c2_table_at_the_end_of_an_allocation(rows: int, device: torch.device) -> None:
+def test_c2_table_at_the_end_of_an_allocation(rows: int, inputs: Inputs, device: torch.device) -> None:
     """A row of the table is a request: the index of a query token, of 3 each, leads past the table."""
-    sequences = Sequences(device, count=256, length=128, page_size=16)
+    sequences = Sequences(device, **inputs, count=256, length=128, page_size=16)
     random = torch.Generator(device).manual_seed(0)
     lengths = torch.randint(3, 129, (256,), device=device, generator=random, dtype=torch.int32)
     case = sequences.case(lengths, num_heads=rows // 3, q_lens=3)
@@ -263,10 +269,12 @@ def test_c2_table_at_the_end_of_an_allocation(rows: int, device: torch.device) -
 
 
 @each_kernel
-def test_c3_each_row_has_its_own_bound(rows: int, device: torch.device) -> None:
+def test_c3_each_row_has_its_own_bound(rows: int, inputs: Inputs, device: torch.device) -> None:
     for token in range(66, 70):
         for form in (4, (4,)):
-            launch_and_check(make_case("select", [70], q_lens=form, num_heads=rows // 4, select=token, device=device))
+            launch_and_check(
+                make_case("select", [70], q_lens=form, num_heads=rows // 4, select=token, **inputs, device=device)
+            )
 
 
 def test_c4_output_is_given_back(device: torch.device) -> None:
@@ -287,9 +295,10 @@ def test_c6_capacity_of_query_tokens(device: torch.device) -> None:
 
 
 @each_kernel
-def test_c7_rows_beyond_the_last_request(rows: int, device: torch.device) -> None:
-    case = make_case("random", [70, 64], q_lens=(1, 3), num_heads=rows // 3, device=device)
-    more = replace(case, query=torch.cat([case.query, torch.full_like(case.query[:2], math.nan)]))
+def test_c7_rows_beyond_the_last_request(rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("random", [70, 64], q_lens=(1, 3), num_heads=rows // 3, **inputs, device=device)
+    query = torch.cat([raw(case.query), raw(torch.full_like(case.query[:2], math.nan))]).view(case.query.dtype)
+    more = replace(case, query=query)
     fewer = replace(case, query=case.query[:-1])
     for wrong in (more, fewer):
         with pytest.raises(ValueError, match="qo_indptr"):
@@ -307,17 +316,17 @@ def test_c8_indptr_without_its_end(device: torch.device) -> None:
         decode(*case.tensors, qo_indptr=case.qo_indptr[:-1], max_seq_len_q=8)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@each_kernel
-def test_c9_causal_bound_of_each_request(dtype: torch.dtype, rows: int, device: torch.device) -> None:
+@each_inputs
+@each_rows
+def test_c9_causal_bound_of_each_request(rows: int, inputs: Inputs, device: torch.device) -> None:
     for kind in ("random", "uniform"):
         q_lens = (1, 3, 0, 8)
-        launch_and_check(make_case(kind, [5, 3, 9, 8], q_lens=q_lens, num_heads=rows // 8, dtype=dtype, device=device))
+        launch_and_check(make_case(kind, [5, 3, 9, 8], q_lens=q_lens, num_heads=rows // 8, **inputs, device=device))
 
 
 @each_kernel
-def test_c11_dense_rows_see_all(rows: int, device: torch.device) -> None:
-    case = make_case("uniform", [3], q_lens=8, num_heads=rows // 8, mask_type="dense", device=device)
+def test_c11_dense_rows_see_all(rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("uniform", [3], q_lens=8, num_heads=rows // 8, mask_type="dense", **inputs, device=device)
     out, _ = launch_and_check(case)
     assert bool((out == out[:, :1]).all())
 
@@ -327,11 +336,11 @@ def test_c11_dense_rows_see_all(rows: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("lse_mode, unit", [("basee", 1.0), ("base2", math.log(2))])
 @each_kernel
-def test_e1_base_of_the_lse(lse_mode: str, unit: float, rows: int, device: torch.device) -> None:
+def test_e1_base_of_the_lse(lse_mode: str, unit: float, rows: int, inputs: Inputs, device: torch.device) -> None:
     lengths = [1, 5, 100, 257, 1000]
     for q_lens in (1, (1,) * 5):
         for ctas in (1, 8):
-            case = make_case("uniform", lengths, q_lens=q_lens, num_heads=rows, device=device)
+            case = make_case("uniform", lengths, q_lens=q_lens, num_heads=rows, **inputs, device=device)
             _, lse = launch(case, lse_mode=lse_mode, ctas=ctas)
             assert lse is not None
             expected = torch.tensor([math.log(n) / unit for n in lengths], device=device)
@@ -347,11 +356,11 @@ def test_e8_natural_exponential(device: torch.device) -> None:
 
 @pytest.mark.parametrize("ctas", [None, 1, 7])
 @each_kernel
-def test_e9_output_scale(ctas: int | None, rows: int, device: torch.device) -> None:
-    case = make_case("random", [1000, 65], num_heads=rows, device=device)
+def test_e9_output_scale(ctas: int | None, rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("random", [1000, 65], num_heads=rows, **inputs, device=device)
     out, lse = launch(case, ctas=ctas)
     for factor in (0.5, 2.0):
-        scaled_out, scaled_lse = launch(replace(case, bmm2_scale=factor), ctas=ctas)
+        scaled_out, scaled_lse = launch(replace(case, bmm2_scale=factor * case.bmm2_scale), ctas=ctas)
         assert lse is not None and scaled_lse is not None
         assert same_bits(scaled_out, out * factor) and same_bits(scaled_lse, lse)
 
@@ -372,8 +381,8 @@ def test_e10_scales_are_arguments(device: torch.device) -> None:
 
 @pytest.mark.parametrize("ctas", [None, 7])
 @each_kernel
-def test_g8_runs_repeat_bit_for_bit(ctas: int | None, rows: int, device: torch.device) -> None:
-    case = make_case("random", [5000, 0, 64, 1001, 777], q_lens=2, num_heads=rows // 2, device=device)
+def test_g8_runs_repeat_bit_for_bit(ctas: int | None, rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("random", [5000, 0, 64, 1001, 777], q_lens=2, num_heads=rows // 2, **inputs, device=device)
     wrapper = planned(case, ctas=ctas)
     out, lse = wrapper.run(*case.tensors, **case.run(return_lse=True))
     for _ in range(100 if device.type == "cuda" else 3):
@@ -382,16 +391,18 @@ def test_g8_runs_repeat_bit_for_bit(ctas: int | None, rows: int, device: torch.d
 
 
 @each_kernel
-def test_g9_bound_of_the_lengths(rows: int, device: torch.device) -> None:
+def test_g9_bound_of_the_lengths(rows: int, inputs: Inputs, device: torch.device) -> None:
     """The bound may change the split, so the last bit, and nothing more."""
-    case = make_case("uniform", [256, 100, 17], num_heads=rows, table_width=2048, max_kv_len=256, device=device)
+    case = make_case(
+        "uniform", [256, 100, 17], num_heads=rows, table_width=2048, max_kv_len=256, **inputs, device=device
+    )
     for bound in (256, 4096, 131_072):
         launch_and_check(replace(case, max_kv_len=bound))
 
 
 @each_kernel
-def test_fewer_requests_than_planned(rows: int, device: torch.device) -> None:
-    case = make_case("random", [1000, 64, 130, 7], q_lens=2, num_heads=rows // 2, device=device)
+def test_fewer_requests_than_planned(rows: int, inputs: Inputs, device: torch.device) -> None:
+    case = make_case("random", [1000, 64, 130, 7], q_lens=2, num_heads=rows // 2, **inputs, device=device)
     wrapper = planned(case)
     for live in (3, 1):
         part = replace(case, query=case.query[:live])
