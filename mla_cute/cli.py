@@ -6,7 +6,8 @@ import fnmatch
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from tqdm import tqdm
 
 import mla_cute
 from mla_cute import aot, dispatch
+from mla_cute.problem import DTYPES, INPUT_DTYPES, OUT_DTYPES
 
 ARCHES = click.Choice(sorted(dispatch.KERNELS))
+DTYPE = click.Choice(list(DTYPES))
 JSON = click.option("--json", "json_file", type=click.File("w"), help="Write the results to this file as JSON.")
 
 
@@ -97,14 +100,27 @@ def aot_group() -> None:
     """
 
 
+def _by_dtype(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that choose kernels by their dtypes."""
+    for name, what, names in (
+        ("out", "outputs", list(OUT_DTYPES)),
+        ("kv", "caches", list(DTYPES)),
+        ("q", "queries", list(DTYPES)),
+    ):
+        words = f"Only kernels for {what} of that type; repeatable."
+        command = click.option(f"--{name}-dtype", type=click.Choice(names), multiple=True, help=words)(command)
+    return command
+
+
 @aot_group.command(name="list")
 @click.option("--arch", type=ARCHES, help="Only those of one GPU architecture; sm_90a is Hopper.")
+@_by_dtype
 @JSON
-def aot_list(arch: str | None, json_file: Any) -> None:
+def aot_list(arch: str | None, json_file: Any, **dtypes: Sequence[str]) -> None:
     """List the kernels that this version ships."""
-    configs = dispatch.shipped(arch)
+    configs = [config for config in dispatch.shipped(arch) if _has_dtypes(config, dtypes)]
     if not configs:
-        click.echo(f"no kernel exists for {arch} yet", err=True)
+        click.echo(f"no such kernel exists for {arch or 'any architecture'} yet", err=True)
     for config in configs:
         click.echo(f"{config.name}  {config.arch}  {config!r}")
     _write(json_file, [{"name": config.name, "arch": config.arch, "config": repr(config)} for config in configs])
@@ -113,9 +129,10 @@ def aot_list(arch: str | None, json_file: Any) -> None:
 @aot_group.command(name="build")
 @click.option("--arch", type=ARCHES, required=True, help="GPU architecture; sm_90a is Hopper.")
 @click.option("--select", "patterns", metavar="PATTERN", multiple=True, help="Only kernels of that name; repeatable.")
+@_by_dtype
 @click.option("-o", "--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder to write.")
 @click.option("--jobs", type=click.IntRange(1), help="Compiler processes, 1 GB each. Default: one a core, up to 4.")
-def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -> None:
+def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None, **dtypes: Sequence[str]) -> None:
     """Compile kernels into a folder for another machine.
 
     Needs the CuTe DSL and a C compiler, but no GPU. The other machine needs the same versions of mla_cute and
@@ -124,9 +141,10 @@ def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -
     MLA_CUTE_AOT_DIR, or call mla_cute.aot.load. A bundle that is already in the folder is replaced; a folder with
     anything else is refused.
 
-    PATTERN is a kernel's name as `aot list` prints it, in which * stands for anything.
+    PATTERN is a kernel's name as `aot list` prints it, in which * stands for anything. Options about different things
+    narrow the choice together: --kv-dtype e4m3 --out-dtype bf16 are the kernels of an FP8 cache and bf16 outputs.
     """
-    configs = _matching(dispatch.shipped(arch), patterns, arch)
+    configs = _matching(dispatch.shipped(arch), patterns, dtypes, arch)
     jobs = min(jobs or min(4, os.cpu_count() or 1), len(configs))
     with tqdm(total=len(configs), unit="kernel", desc=f"compiling for {arch}") as bar:
 
@@ -142,8 +160,10 @@ def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -
 
 
 @main.command()
-@click.option("--suite", type=click.Choice(["anchors", "shape", "small"]), help="Default: anchors.")
+@click.option("--suite", type=click.Choice(["anchors", "shape", "small", "fp8"]), help="Default: anchors.")
 @click.option("--cases", multiple=True, metavar="B,SQ,H,S", help="Requests, query tokens, heads, length; repeatable.")
+@click.option("--kv-dtype", type=DTYPE, help="Of the cache, in --cases and anchors. Default: bf16.")
+@click.option("--q-dtype", type=DTYPE, help="Of the query. Default: the cache's, bf16 with e4m3.")
 @click.option(
     "--plot",
     "prefix",
@@ -152,22 +172,31 @@ def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None) -
     help="Draw the roofline in PREFIX.png and PREFIX.svg. Needs matplotlib.",
 )
 @JSON
-def bench(suite: str | None, cases: Sequence[str], prefix: Path | None, json_file: Any) -> None:
+def bench(
+    suite: str | None,
+    cases: Sequence[str],
+    kv_dtype: str | None,
+    q_dtype: str | None,
+    prefix: Path | None,
+    json_file: Any,
+) -> None:
     """Measure the kernels on this GPU. Needs one: exit status 2 without.
 
-    Median time of a launch with a cold L2, bf16, pages of 64 in random order. TB/s counts the cache once, the query and
-    the output; TFLOP/s counts 2 * rows * S * 1088. "of copy" and "of gemm" are the ratios to what this machine reaches
-    in the same run, before and after the rows: a 2 GiB copy (read and write counted) and an 8192^3 bf16 matrix product.
-    Every output is compared with the fp32 reference; a wrong one is marked and makes the exit status 1.
+    Median time of a launch with a cold L2, bf16 if no other dtype is named, pages of 64 in random order. TB/s counts
+    the cache once, the query and the output; TFLOP/s counts 2 * rows * S * 1088. "of copy" and "of gemm" are the ratios
+    to what this machine reaches in the same run, before and after the rows: a 2 GiB copy (read and write counted) and
+    an 8192^3 bf16 matrix product. Every output is compared with the fp32 reference; a wrong one is marked and makes the
+    exit status 1.
 
     The suite "anchors" sets each row beside what FlashMLA, FlashInfer and FlashAttention-3 took on an H200; --cases
     measures others in its place. The suite "shape" measures pairs in turn: unequal lengths, small pages and causal
     queries against an even batch; "over" marks a ratio beyond its limit. The suite "small" sets 1 to 16 requests beside
-    the time of their bytes or products at this machine's rates and 8 us.
+    the time of their bytes or products at this machine's rates and 8 us. The suite "fp8" measures an e4m3 cache and a
+    bf16 one in turn.
     """
     import torch
 
-    from mla_cute.bench import anchors, plot, report, shape, small
+    from mla_cute.bench import anchors, fp8, plot, report, shape, small
     from mla_cute.bench.cases import parse
 
     if suite and cases:
@@ -175,11 +204,20 @@ def bench(suite: str | None, cases: Sequence[str], prefix: Path | None, json_fil
     others: dict[str | None, tuple[Any, Any, str]] = {
         "shape": (shape.pairs, shape.compare, shape.HEADER),
         "small": (small.bounds, small.measure, small.HEADER),
+        "fp8": (fp8.targets, fp8.measure, fp8.HEADER),
     }
+    if suite in others and (kv_dtype or q_dtype):
+        raise click.UsageError(f"the suite {suite} has dtypes of its own: --kv-dtype and --q-dtype are for others")
+    kv_dtype = kv_dtype or (q_dtype if q_dtype and q_dtype != "e4m3" else "bf16")
+    q_dtype = q_dtype or ("bf16" if kv_dtype == "e4m3" else kv_dtype)
+    if (q_dtype, kv_dtype) not in INPUT_DTYPES:
+        pairs = ", ".join(f"{q} over {kv}" for q, kv in INPUT_DTYPES)
+        raise click.UsageError(f"--q-dtype {q_dtype} over --kv-dtype {kv_dtype} is none of {pairs}")
     if prefix and (problem := f"the suite {suite} has no roofline" if suite in others else plot.problem(prefix)):
         raise click.BadParameter(problem, param_hint="--plot")
     try:
         chosen = [parse(text) for text in cases] or list(anchors.load())
+        chosen = [replace(case, q_dtype=q_dtype, kv_dtype=kv_dtype) for case in chosen]
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--cases") from None
     if not torch.cuda.is_available():
@@ -201,13 +239,23 @@ def bench(suite: str | None, cases: Sequence[str], prefix: Path | None, json_fil
     raise SystemExit(0 if all(result.correct for result in results) else 1)
 
 
+def _has_dtypes(config: dispatch.KernelConfig, dtypes: Mapping[str, Sequence[str]]) -> bool:
+    """Each kind of dtype is one of those named, if any are."""
+    return all(getattr(config, kind) in names for kind, names in dtypes.items() if names)
+
+
 def _matching(
-    configs: Sequence[dispatch.KernelConfig], patterns: Iterable[str], arch: str
+    configs: Sequence[dispatch.KernelConfig],
+    patterns: Iterable[str],
+    dtypes: Mapping[str, Sequence[str]],
+    arch: str,
 ) -> list[dispatch.KernelConfig]:
     if not configs:
         raise click.ClickException(f"no kernel exists for {arch} yet")
     wanted = list(patterns) or ["*"]
     chosen = [config for config in configs if any(fnmatch.fnmatch(config.name, pattern) for pattern in wanted)]
+    if chosen and not (chosen := [config for config in chosen if _has_dtypes(config, dtypes)]):
+        raise click.UsageError("no kernel has these dtypes, see `aot list`")
     if not chosen:
         names = ", ".join(config.name for config in configs)
         raise click.BadParameter(f"{', '.join(wanted)} matches none of {names}", param_hint="--select")

@@ -1,17 +1,17 @@
-"""What is measured: bf16 decode batches, and what they cost in bytes and operations."""
+"""What is measured: decode batches, and what they cost in bytes and operations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mla_cute.problem import HEAD_DIM, KV_LORA_RANK
-
-ELEMENT = 2  # bytes of bf16
+from mla_cute.problem import DTYPES, HEAD_DIM, KV_LORA_RANK
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """A bf16 batch. seq_lens: kv_len of each request; empty where all have kv_len, which else is only their name."""
+    """A batch. seq_lens: kv_len of each request; empty where all have kv_len, which else is only their name. The output
+    has 16 bits: the query's type, with an e4m3 query bf16.
+    """
 
     batch_size: int
     seq_len_q: int
@@ -20,6 +20,8 @@ class BenchCase:
     seq_lens: tuple[int, ...] = ()
     page_size: int = 64
     mask_type: str = "causal"
+    q_dtype: str = "bf16"
+    kv_dtype: str = "bf16"
 
     def __str__(self) -> str:
         shape = f"{self.batch_size},{self.seq_len_q},{self.num_heads},{self.kv_len}"
@@ -38,7 +40,8 @@ class BenchCase:
     def bytes(self) -> int:
         """The cache read once, the query and the output."""
         rows = self.batch_size * self.seq_len_q * self.num_heads
-        return ELEMENT * (sum(self.lengths) * HEAD_DIM + rows * (HEAD_DIM + KV_LORA_RANK))
+        cache, query = DTYPES[self.kv_dtype].bytes * sum(self.lengths), DTYPES[self.q_dtype].bytes * rows
+        return (cache + query) * HEAD_DIM + 2 * rows * KV_LORA_RANK
 
 
 def parse(text: str) -> BenchCase:

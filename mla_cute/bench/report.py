@@ -15,6 +15,7 @@ from mla_cute.bench.cases import BenchCase
 from mla_cute.bench.timing import Rates, measure_rates, median_seconds
 from mla_cute.problem import DTYPES, KV_LORA_RANK
 from mla_cute.testing import make_case, poisoned, reference_of
+from mla_cute.validate import TORCH_DTYPES
 
 SCALE = 192**-0.5  # of a model with 128 + 64 query dimensions before absorption
 HEADER = (
@@ -47,14 +48,15 @@ class Decode:
             q_lens=case.seq_len_q,
             num_heads=case.num_heads,
             page_size=case.page_size,
-            dtype=torch.bfloat16,
+            dtype=TORCH_DTYPES[case.q_dtype],
+            kv_dtype=TORCH_DTYPES[case.kv_dtype],
             device=device,
             mask_type=case.mask_type,
             bmm1_scale=SCALE,
         )
         self.wrapper = BatchMLADecodePagedTSWrapper()
         self.wrapper.plan(**self.data.plan())
-        self.out = poisoned(*self.data.query.shape[:-1], KV_LORA_RANK, dtype=torch.bfloat16, device=device)
+        self.out = poisoned(*self.data.query.shape[:-1], KV_LORA_RANK, dtype=self.data.out_dtype, device=device)
         self.arguments = self.data.run(out=self.out, validate=False)
         self()  # compiles, if need be
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,14 +54,19 @@ class Comparison:
 
 
 def compare(pair: Pair, device: torch.device) -> Comparison:
-    cases = pair.case, pair.base
+    (case, base), rounds = in_turn((pair.case, pair.base), device)
+    return Comparison(pair, case, base, statistics.median(mine / other for mine, other in rounds))
+
+
+def in_turn(cases: Sequence[BenchCase], device: torch.device) -> tuple[list[Measurement], list[list[float]]]:
+    """Each case's median over rounds in which they take turns, and the seconds of each round."""
     decodes = [Decode(case, device) for case in cases]
     rounds = [[_rested(decode) for decode in decodes] for _ in range(ROUNDS)]
-    case, base = (
+    measured = [
         Measurement(case, statistics.median(times), decode.error(), str(decode.wrapper.kernel))
         for case, decode, times in zip(cases, decodes, zip(*rounds, strict=True), strict=True)
-    )
-    return Comparison(pair, case, base, statistics.median(mine / other for mine, other in rounds))
+    ]
+    return measured, rounds
 
 
 def _rested(decode: Decode) -> float:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from mla_cute.bench import anchors, cases, plot, report, shape, small
+from mla_cute.bench import anchors, cases, fp8, plot, report, shape, small
 from mla_cute.bench.cases import BenchCase
 from mla_cute.bench.timing import Rates
 from mla_cute.cli import main
@@ -130,6 +130,36 @@ def test_compare_takes_turns(fake_times: list[Any]) -> None:
     assert compared.as_data(RECORDED)["case"]["seq_lens"] == (67, 133)
 
 
+def test_fp8_measures_three_pairs_of_dtypes_in_turn(fake_times: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = fp8.Target(BenchCase(2, 2, 8, 100), limit=20e-6, peer=90e-6)
+    types = [(case.q_dtype, case.kv_dtype) for case in target.cases]
+    assert types == [("bf16", "e4m3"), ("e4m3", "e4m3"), ("bf16", "bf16")]
+    (outcome,), _ = report.run([target], fp8.measure, CPU)
+    assert outcome.correct and fake_times == fake_times[:3] * shape.ROUNDS
+    tensors = [launch.data for launch in fake_times[:3]]
+    assert [str(case.query.dtype)[6:] for case in tensors] == ["bfloat16", "float8_e4m3fn", "bfloat16"]
+    assert [str(case.kv_cache.dtype)[6:] for case in tensors] == ["float8_e4m3fn", "float8_e4m3fn", "bfloat16"]
+    assert [round(each.seconds * 1e6) for each in outcome.measured] == [10, 11, 12]
+    row = outcome.row(RECORDED)
+    assert row.split()[:7] == ["2,2,8,100", "20.0", "10.0", "11.0", "12.0", "90.0", "1.200"]
+    assert {"over", "WRONG"}.isdisjoint(row.split()) and len(row) == len(fp8.HEADER.splitlines()[-1])
+    assert fp8.Outcome(fp8.Target(target.base, 10.5e-6, 1.0), outcome.measured).row(RECORDED).endswith("  over")
+    wrong = measurement(target.base, 1e-6, math.nan)
+    broken = fp8.Outcome(target, (outcome.measured[0], wrong, outcome.measured[2]))
+    assert not broken.correct and broken.row(RECORDED).endswith("WRONG")
+    assert outcome.as_data(RECORDED)["e4m3"]["kv_dtype"] == "e4m3"
+    assert len(list(fp8.targets())) == 7
+
+
+def test_bytes_of_an_fp8_case() -> None:
+    tokens, rows = 128 * 8192, 128 * 16
+    mixed, same, wide = fp8.Target(BenchCase(128, 1, 16, 8192), 1.0, 1.0).cases
+    assert mixed.bytes == tokens * 576 + rows * (576 * 2 + 512 * 2)
+    assert same.bytes == tokens * 576 + rows * (576 + 512 * 2)
+    assert wide.bytes == tokens * 576 * 2 + rows * (576 * 2 + 512 * 2)
+    assert mixed.flops == same.flops == wide.flops
+
+
 def test_small_bounds_follow_the_slower_of_bytes_and_products() -> None:
     for case, seconds in (
         (BenchCase(1, 1, 8, 131072), BenchCase(1, 1, 8, 131072).bytes / RECORDED.copy),
@@ -168,6 +198,20 @@ def test_bench_prints_and_writes(fake_times: list[Any], tmp_path: Path, monkeypa
     assert (result.exit_code, result.output.count("WRONG")) == (1, len(list(shape.pairs()))), result.output
     result = bench("--suite", "small")
     assert (result.exit_code, result.output.count("131072")) == (0, 25), result.output
+    monkeypatch.setattr(fp8, "measure", lambda target, device: fp8.Outcome(target, (wrong, wrong, wrong)))
+    result = bench("--suite", "fp8")
+    assert (result.exit_code, result.output.count("WRONG")) == (1, 7), result.output
+    monkeypatch.setattr(report, "measure", lambda case, device: measurement(case, 1e-5))
+    for options, types in (
+        (("--kv-dtype", "e4m3"), ("bf16", "e4m3")),
+        (("--kv-dtype", "e4m3", "--q-dtype", "e4m3"), ("e4m3", "e4m3")),
+        (("--q-dtype", "fp16"), ("fp16", "fp16")),
+        (("--kv-dtype", "fp16"), ("fp16", "fp16")),
+        ((), ("bf16", "bf16")),
+    ):
+        result = bench("--cases", "2,1,16,100", *options, "--json", str(file))
+        (case,) = json.loads(file.read_text())["cases"]
+        assert (result.exit_code, case["q_dtype"], case["kv_dtype"]) == (0, *types), result.output
 
 
 def test_what_cannot_be_done_is_an_error_of_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +222,9 @@ def test_what_cannot_be_done_is_an_error_of_usage(tmp_path: Path, monkeypatch: p
         (("--cases", "1,2,3"), "a case is batch,query_tokens,heads,kv_len"),
         (("--cases", "1,9,16,8"), "query_tokens <= kv_len"),
         (("--suite", "shapes"), "'anchors', 'shape', 'small'"),
+        (("--suite", "fp8", "--kv-dtype", "e4m3"), "has dtypes of its own"),
+        (("--q-dtype", "e4m3"), "--q-dtype e4m3 over --kv-dtype bf16 is none of"),
+        (("--q-dtype", "bf16", "--kv-dtype", "fp16"), "is none of bf16 over bf16"),
         (("--suite", "shape", "--cases", "1,1,16,64"), "exclude each other"),
         (("--suite", "shape", "--plot", "p"), "no roofline"),
         (("--plot", str(tmp_path / "none" / "p")), "there is no folder"),

@@ -68,7 +68,20 @@ def test_aot_list_prints_the_shipped_kernels(tmp_path: Path) -> None:
     names = [config.name for config in dispatch.shipped()]
     assert [line.split()[0] for line in listed.output.splitlines()] == names
     assert [row["name"] for row in json.loads((tmp_path / "list.json").read_text())] == names
-    assert invoke("aot", "list", "--arch", "sm_100a").output == "no kernel exists for sm_100a yet\n"
+    assert invoke("aot", "list", "--arch", "sm_100a").output == "no such kernel exists for sm_100a yet\n"
+    for options, kinds in (
+        (("--kv-dtype", "e4m3"), {"kv_dtype": ("e4m3",)}),
+        (
+            ("--q-dtype", "bf16", "--q-dtype", "e4m3", "--out-dtype", "fp16"),
+            {"q_dtype": ("bf16", "e4m3"), "out_dtype": ("fp16",)},
+        ),
+        (("--q-dtype", "fp16", "--kv-dtype", "e4m3"), {"q_dtype": ("fp16",), "kv_dtype": ("e4m3",)}),
+    ):
+        found = [line.split()[0] for line in invoke("aot", "list", *options).output.splitlines()]
+        matching = [
+            c.name for c in dispatch.shipped() if all(getattr(c, kind) in names for kind, names in kinds.items())
+        ]
+        assert found == matching and 0 < len(found) < len(names)
 
 
 def test_check_passes_on_the_cpu(tmp_path: Path) -> None:
