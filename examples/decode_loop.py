@@ -2,6 +2,7 @@
 
     python examples/decode_loop.py                  # the GPU if there is one, else the CPU reference
     python examples/decode_loop.py --device cpu
+    python examples/decode_loop.py --kv-dtype e4m3  # an FP8 cache: half the bytes
 
 A request arrives with a prompt, grows by a token a step, and leaves; its pages go back to the allocator and to the
 next request. The batch has a fixed number of slots (an idle one has length 0), so the attention is planned once. On a
@@ -9,6 +10,9 @@ GPU one step is captured in a CUDA graph and replayed: lengths and block tables 
 
 Every few steps the heads' outputs are compared with plain attention over each request's text: full keys and values
 from the weights that were not absorbed, no pages, float32. The program ends with status 1 if one disagrees.
+
+An e4m3 cache holds what the model computes divided by one scale, latent and RoPE lanes alike, and the attention's two
+scales multiply it back. A bf16 cache is then kept beside it, to show at the checks what the quantisation costs.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ LATENT, ROPE = 512, 64  # lanes of a cached token: the compressed KV, then the r
 NOPE, VALUE, HIDDEN, VOCAB = 128, 128, 256, 512
 DTYPE = torch.bfloat16
 MAX_PROMPT, MAX_NEW = 320, 96
-TOLERANCE = 2e-2  # relative L2: bf16 query, cache and output against float32 throughout
+KV_DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+TOLERANCES = {"bf16": 2e-2, "e4m3": 8e-2}  # relative L2: bf16 query and output, this cache, against float32 throughout
 PAGE_SIZES = (16, 32, 64, 128, 256)
 SPARE_PAGE = 0  # never handed out: idle slots write their token here
 
@@ -71,6 +76,14 @@ class MLALayer:
         latent, rope = (x @ self.w_kv).split((LATENT, ROPE), dim=-1)
         return torch.cat((latent, rotate(rope, positions)), dim=-1)
 
+    def kv_scale(self, dtype: torch.dtype) -> float:
+        """What rows are divided by before they are cached: one number, as a score is a sum over all 576 lanes."""
+        if dtype == DTYPE:
+            return 1.0
+        # a model's is found on sample texts; here the rows of all words, and room for RoPE at other positions
+        rows = self.cache_rows(self.embedding, torch.arange(VOCAB, device=self.embedding.device))
+        return 1.25 * float(rows.abs().max()) / torch.finfo(dtype).max
+
     def plain_attention(self, text: torch.Tensor) -> torch.Tensor:
         """Head outputs [H, VALUE] of the text's last token in float32: nothing absorbed, nothing paged."""
         x, positions = self.embedding[text].float(), torch.arange(len(text), device=text.device)
@@ -108,33 +121,48 @@ class Request:
 class Engine:
     """The slots, their metadata on host and device, and one decode step over all of them."""
 
-    def __init__(self, layer: MLALayer, device: torch.device, batch: int, heads: int, page_size: int) -> None:
+    def __init__(
+        self, layer: MLALayer, device: torch.device, batch: int, heads: int, page_size: int, kv_dtype: torch.dtype
+    ) -> None:
         max_kv_len = MAX_PROMPT + MAX_NEW
         columns = math.ceil(max_kv_len / page_size)
         pool = max(columns, batch * columns * 2 // 3) + 1  # smaller than the worst case: admission has to wait at times
         self.layer, self.page_size = layer, page_size
         self.allocator = PageAllocator(pool)
         self.slots: list[Request | None] = [None] * batch
-        # NaN everywhere: what no request has written must never reach an output
-        self.kv_cache = torch.full((pool, page_size, LATENT + ROPE), float("nan"), dtype=DTYPE, device=device)
+        # NaN everywhere: what no request has written must never reach an output. The second is for comparison.
+        self.caches = [
+            torch.full((pool, page_size, LATENT + ROPE), float("nan"), dtype=dtype, device=device)
+            for dtype in dict.fromkeys((kv_dtype, DTYPE))
+        ]
+        self.kv_scale = layer.kv_scale(kv_dtype)
         self.host_lens = torch.zeros(batch, dtype=torch.int32)
         self.host_tables = torch.full((batch, columns), SPARE_PAGE, dtype=torch.int32)
         self.seq_lens, self.block_tables = self.host_lens.to(device), self.host_tables.to(device)
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)  # each slot's newest token
         self.text = torch.zeros(batch, max_kv_len, dtype=torch.int64, device=device)
         self.rows = torch.arange(batch, device=device)
+        self.query = torch.empty(batch, 1, heads, LATENT + ROPE, dtype=DTYPE, device=device)
         self.latent_out = torch.empty(batch, 1, heads, LATENT, dtype=DTYPE, device=device)
         self.head_out = torch.empty(batch, heads, VALUE, dtype=DTYPE, device=device)
         self.attention = mla_cute.BatchMLADecodePagedTSWrapper()
         self.attention.plan(
             device, batch, heads, LATENT, ROPE, page_size, max_kv_len,
-            max_seq_len_q=1, packed_query=False, q_data_type=DTYPE, kv_data_type=DTYPE, o_data_type=DTYPE,
+            max_seq_len_q=1, packed_query=False, q_data_type=DTYPE, kv_data_type=kv_dtype, o_data_type=DTYPE,
         )  # fmt: skip
 
     def write_cache(self, slot: torch.Tensor | int, positions: torch.Tensor, x: torch.Tensor) -> None:
         """Cache tokens x [T, HIDDEN] at positions [T], in one slot or in a slot each, through the block table."""
         page = self.block_tables[slot, positions // self.page_size].long()
-        self.kv_cache[page, positions % self.page_size] = self.layer.cache_rows(x, positions)
+        rows = self.layer.cache_rows(x, positions)
+        for cache in self.caches:
+            if cache.dtype == DTYPE:
+                cache[page, positions % self.page_size] = rows
+            else:
+                largest = torch.finfo(cache.dtype).max
+                stored = (rows.float() / self.kv_scale).clamp(-largest, largest).to(cache.dtype)
+                # as bytes, which can be indexed on every device
+                cache.view(torch.uint8)[page, positions % self.page_size] = stored.view(torch.uint8)
 
     def step(self) -> None:
         """Attend with each slot's newest token and choose its next one. Device work only: it can be captured."""
@@ -142,9 +170,10 @@ class Engine:
         self.text[self.rows, positions] = self.tokens
         x = self.layer.embedding[self.tokens]
         self.write_cache(self.rows, positions, x)
+        self.query.copy_(self.layer.query(x, positions))
         self.attention.run(
-            self.layer.query(x, positions), self.kv_cache, self.block_tables, self.seq_lens,
-            bmm1_scale=self.layer.scale, out=self.latent_out, validate=False,
+            self.query, self.caches[0], self.block_tables, self.seq_lens,
+            bmm1_scale=self.layer.scale * self.kv_scale, bmm2_scale=self.kv_scale, out=self.latent_out, validate=False,
         )  # fmt: skip
         self.head_out.copy_(torch.einsum("bhl,hlv->bhv", self.latent_out[:, 0], self.layer.w_uv))
         x = x + torch.einsum("bhv,hvd->bd", self.head_out, self.layer.w_o)
@@ -209,6 +238,15 @@ class Engine:
                 worst = max(worst, error.nan_to_num(nan=math.inf).item())
         return worst
 
+    def quantisation_error(self) -> float:
+        """Relative L2 of the last step's attention against that over the bf16 cache; 0 where that is the only one."""
+        if len(self.caches) == 1 or not self.seq_lens.any():
+            return 0.0
+        wide = mla_cute.batch_mla_decode_with_paged_kv_cache(
+            self.query, self.caches[1], self.block_tables, self.seq_lens, bmm1_scale=self.layer.scale
+        ).float()
+        return float((self.latent_out.float() - wide).norm() / wide.norm())
+
 
 def new_request(generator: torch.Generator) -> Request:
     """A prompt of random length and words, and how long the text may grow."""
@@ -229,12 +267,13 @@ def capture(engine: Engine) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def decode(engine: Engine, steps: int, check_every: int, generator: torch.Generator) -> tuple[int, float, float]:
-    """Run the loop. Returns (tokens written, seconds without the checks, worst relative error of the checked steps)."""
+def decode(engine: Engine, steps: int, check_every: int, generator: torch.Generator) -> tuple[int, float, float, float]:
+    """Run the loop. Returns (tokens written, seconds without the checks, worst relative error of the checked steps, and
+    worst of them against a bf16 cache)."""
     on_gpu = engine.tokens.is_cuda
     run_step = capture(engine).replay if on_gpu else engine.step
     waiting = deque(new_request(generator) for _ in engine.slots)
-    written, seconds, worst = 0, 0.0, 0.0
+    written, seconds, worst, quantised = 0, 0.0, 0.0, 0.0
     for step in range(steps):
         # as many as leave on average: a request stays MAX_NEW / 2 steps
         arrivals = int((torch.rand(len(engine.slots), generator=generator) < 2 / MAX_NEW).sum())
@@ -248,7 +287,8 @@ def decode(engine: Engine, steps: int, check_every: int, generator: torch.Genera
         seconds += time.perf_counter() - start
         if check:
             worst = max(worst, engine.worst_error())
-    return written, seconds, worst
+            quantised = max(quantised, engine.quantisation_error())
+    return written, seconds, worst, quantised
 
 
 def positive(text: str) -> int:
@@ -264,6 +304,7 @@ def main() -> int:
     parser.add_argument("--batch", type=positive, default=8, help="slots of the batch (default %(default)s)")
     parser.add_argument("--heads", type=positive, default=16, help="query heads (default %(default)s)")
     parser.add_argument("--page-size", type=int, choices=PAGE_SIZES, default=64, help="tokens a page")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="of the cache (default %(default)s)")
     parser.add_argument("--check-every", type=positive, default=20, help="steps between checks (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -276,21 +317,24 @@ def main() -> int:
     generator = torch.Generator().manual_seed(args.seed)
     layer = MLALayer(args.heads, device, generator)
     try:
-        engine = Engine(layer, device, args.batch, args.heads, args.page_size)
+        engine = Engine(layer, device, args.batch, args.heads, args.page_size, KV_DTYPES[args.kv_dtype])
     except mla_cute.UnsupportedProblem as refusal:
         print(f"{refusal}\nThe reference runs on any machine: --device cpu", file=sys.stderr)
         return 2
     print("kernel:", engine.attention.kernel)
-    written, seconds, worst = decode(engine, args.steps, args.check_every, generator)
+    written, seconds, worst, quantised = decode(engine, args.steps, args.check_every, generator)
 
     pool = engine.allocator
     print(f"tokens: {written} in {seconds:.2f} s = {written / seconds:.0f} tokens/s")
     print(f"pages: {pool.handed_out} handed out from a pool of {pool.capacity}")
-    print(f"worst relative error against plain attention: {worst:.1e} (limit {TOLERANCE:.0e})")
+    limit = TOLERANCES[args.kv_dtype]
+    print(f"worst relative error against plain attention: {worst:.1e} (limit {limit:.0e})")
+    if args.kv_dtype != "bf16":
+        print(f"worst relative error against a bf16 cache: {quantised:.1e}")
     for request in filter(None, engine.slots):
         pool.give_back(request.pages)
     failures = []
-    if not worst <= TOLERANCE:
+    if not worst <= limit:
         failures.append("the heads' outputs differ from plain attention")
     if len(set(pool.free)) != len(pool.free) or len(pool.free) != pool.capacity:
         failures.append("a page was lost or handed out twice")

@@ -18,17 +18,21 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "decode_loop.py"
 SMALL = ("--steps", "100", "--batch", "3", "--heads", "4", "--page-size", "16", "--check-every", "10")
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize(
     "device",
     ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"))],
 )
-def test_runs_and_agrees(device: str) -> None:
-    command = [sys.executable, str(EXAMPLE), "--device", device, *SMALL]
+def test_runs_and_agrees(device: str, kv_dtype: str) -> None:
+    command = [sys.executable, str(EXAMPLE), "--device", device, "--kv-dtype", kv_dtype, *SMALL]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"= \d+ tokens/s", run.stdout)
     assert ("reference" in run.stdout) == (device == "cpu")
     assert re.search(r"^kernel: \S", run.stdout, re.MULTILINE)
+    quantised = re.search(r"against a bf16 cache: (\S+)", run.stdout)
+    assert (quantised is not None) == (kv_dtype == "e4m3")
+    assert quantised is None or 0.01 < float(quantised[1]) < 0.05
     pages = re.search(r"pages: (\d+) handed out from a pool of (\d+)", run.stdout)
     assert pages is not None
     assert int(pages[1]) > int(pages[2])

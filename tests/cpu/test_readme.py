@@ -71,7 +71,8 @@ def test_shell_commands_exist(command: str) -> None:
 def test_bundle_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bundle recipe from listing to loading, with one kernel of the many."""
     monkeypatch.chdir(tmp_path)
-    built, listed = (command.split("mla_cute ")[1] for command in commands() if " aot " in command)  # sorted
+    by_dtype, built, listed = (command.split("mla_cute ")[1] for command in commands() if " aot " in command)  # sorted
+    assert "--kv-dtype" in by_dtype
     kernel = cli(listed).split()[0]
     cli(f"{built} --select {kernel}")
     (load,) = blocks(README, "python no-run")
@@ -91,7 +92,8 @@ def test_support_matrix_agrees_with_the_code() -> None:
     table = {row[0].split(" (")[0].split(":")[0]: row[1:] for row in rows if len(row) == 7}
     for gpu in ("Hopper", "none"):
         inputs, outputs, pages, masks, _, _ = (cell.removesuffix(" (reference)").split(", ") for cell in table[gpu])
-        assert inputs == outputs == list(problem.DTYPES)
+        assert inputs == [q if q == kv else f"{q} over {kv}" for q, kv in problem.INPUT_DTYPES]
+        assert outputs == list(problem.OUT_DTYPES)
         assert pages == [str(size) for size in problem.PAGE_SIZES]
         assert masks == list(problem.MASKS)
     assert f"There are {len(dispatch.shipped('sm_90a'))} kernels for Hopper" in README.read_text()
