@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mla_cute.api import batch_mla_decode_with_paged_kv_cache
 from mla_cute.problem import DTYPES, INPUT_DTYPES, KV_LORA_RANK, OUT_DTYPES, PAGE_SIZES
-from mla_cute.reference import raw
 from mla_cute.testing import Case, assert_close, make_case
 
 LONG = 20_000
@@ -97,12 +96,13 @@ def plain_attention(case: Case) -> tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T) V in fp64, a query token at a time; natural LSE. Shares no code with the reference."""
     query = case.query.double().flatten(0, -3)
     out, lse = query.new_zeros(*query.shape[:2], KV_LORA_RANK), query.new_full(query.shape[:2], -math.inf)
-    pages = case.kv_cache
+    pages, dtype = case.kv_cache, case.kv_cache.dtype
+    pages = pages.view(torch.uint8) if dtype.itemsize == 1 else pages  # torch does not index e4m3 on every device
     starts = range(0, len(query) + 1, case.query.shape[1]) if case.qo_indptr is None else case.qo_indptr.tolist()
     for request, length in enumerate(case.seq_lens.tolist()):
         token = torch.arange(length, device=query.device)
-        keys = raw(pages)[case.block_tables[request, token // pages.shape[1]].long(), token % pages.shape[1]]
-        keys = keys.view(pages.dtype).double()
+        keys = pages[case.block_tables[request, token // pages.shape[1]].long(), token % pages.shape[1]]
+        keys = keys.view(dtype).double()
         for row in range(starts[request], starts[request + 1]):
             visible = length - (starts[request + 1] - 1 - row if case.mask_type == "causal" else 0)
             if visible <= 0:

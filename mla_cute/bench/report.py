@@ -15,7 +15,6 @@ from mla_cute.bench.cases import BenchCase
 from mla_cute.bench.timing import Rates, measure_rates, median_seconds
 from mla_cute.problem import DTYPES, KV_LORA_RANK
 from mla_cute.testing import make_case, poisoned, reference_of
-from mla_cute.validate import TORCH_DTYPES
 
 SCALE = 192**-0.5  # of a model with 128 + 64 query dimensions before absorption
 HEADER = (
@@ -48,8 +47,8 @@ class Decode:
             q_lens=case.seq_len_q,
             num_heads=case.num_heads,
             page_size=case.page_size,
-            dtype=TORCH_DTYPES[case.q_dtype],
-            kv_dtype=TORCH_DTYPES[case.kv_dtype],
+            dtype=getattr(torch, DTYPES[case.q_dtype].torch_name),
+            kv_dtype=getattr(torch, DTYPES[case.kv_dtype].torch_name),
             device=device,
             mask_type=case.mask_type,
             bmm1_scale=SCALE,
