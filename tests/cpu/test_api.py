@@ -297,22 +297,6 @@ def test_without_validation_long_lengths_are_cut(q_lens: int | Sequence[int]) ->
         assert_close(out, lse, *expected_of(case, "base2"), lse_mode="base2")
 
 
-def test_a_scale_in_a_tensor_is_read_by_each_run() -> None:
-    case = make_case("random", (70, 5), q_lens=2)
-    wrapper = planned(case)
-    scales = {"bmm1_scale": torch.ones(()), "bmm2_scale": torch.ones(1)}
-    for values in ((0.5, 2.0), (0.03, 0.25)):
-        for tensor, value in zip(scales.values(), values, strict=True):
-            tensor.fill_(value)
-        for validate in (True, False):
-            out, lse = wrapper.run(*case.tensors, **scales, return_lse=True, validate=validate)
-            numbers = {name: tensor.item() for name, tensor in scales.items()}
-            expected, expected_lse = wrapper.run(*case.tensors, **numbers, return_lse=True)
-            assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    with pytest.raises(TypeError, match="bmm1_scale must be a real number or a tensor of one, got '1'"):
-        wrapper.run(*case.tensors, bmm1_scale="1", validate=False)
-
-
 def test_outputs_that_require_grad_are_written() -> None:
     for case in (make_case("uniform", LENGTHS), make_case("uniform", (), max_kv_len=128)):
         out = torch.zeros(*case.query.shape[:-1], 512, dtype=torch.bfloat16, requires_grad=True)

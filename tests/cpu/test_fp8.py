@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from mla_cute.kernels.common import abi
 
+from mla_cute import launch
 from mla_cute.testing import assert_close, assert_exact, expected_of, make_case, padded, reference_of
 
+from .test_api import planned
+from .test_launch import call_of, problem_of, recorder
 from .test_validate import FIXED, GEOMETRY, LIVE, RUN, Arguments, arguments, one_shot, pick, plan, refuse, run
+from .toy import run as run_child
 
 E4M3 = torch.float8_e4m3fn
 Q_DTYPES = (torch.bfloat16, torch.float16, E4M3)
@@ -65,6 +71,22 @@ def test_scales_in_tensors() -> None:
         one_shot(given)
 
 
+def test_a_scale_in_a_tensor_is_read_by_each_run() -> None:
+    case = make_case("random", (70, 5), q_lens=2)
+    wrapper = planned(case)
+    scales = {"bmm1_scale": torch.ones(()), "bmm2_scale": torch.ones(1)}
+    for values in ((0.5, 2.0), (0.03, 0.25)):
+        for tensor, value in zip(scales.values(), values, strict=True):
+            tensor.fill_(value)
+        for validate in (True, False):
+            out, lse = wrapper.run(*case.tensors, **scales, return_lse=True, validate=validate)
+            numbers = {name: tensor.item() for name, tensor in scales.items()}
+            expected, expected_lse = wrapper.run(*case.tensors, **numbers, return_lse=True)
+            assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    with pytest.raises(TypeError, match="bmm1_scale must be a real number or a tensor of one, got '1'"):
+        wrapper.run(*case.tensors, bmm1_scale="1", validate=False)
+
+
 @pytest.mark.parametrize("name", ["bmm1_scale", "bmm2_scale"])
 def test_scales_in_tensors_that_are_refused(name: str) -> None:
     for wrong in (torch.ones(2), torch.ones(1, 1), torch.ones(0), torch.ones(1, device="meta")):
@@ -116,3 +138,25 @@ def test_holes_are_nan_in_e4m3() -> None:
     assert not make_case("uniform", (5,), kv_dtype=E4M3, unowned=0.0).kv_cache.isnan().any()
     wide = torch.as_strided(padded(case.kv_cache, 2, 64), (len(case.kv_cache), 64, 640), (64 * 640, 640, 1))
     assert wide[..., 576:].isnan().all()
+
+
+@pytest.mark.parametrize("q_dtype", Q_DTYPES)
+def test_what_a_kernel_of_an_fp8_cache_is_given(q_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("random", (70, 5), q_lens=(1, 2), dtype=q_dtype, kv_dtype=E4M3)
+    prepared, received = recorder(problem_of(case), ctas=2)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: prepared.device.index)
+    out = launch.run(prepared, prepared.bind(None), call_of(case), False)
+    given = dict(zip(abi.ARGUMENTS, received, strict=True))
+    assert given["packed_query"] is case.query and given["packed_out"] is out
+    assert given["kv_cache"] is case.kv_cache
+    assert str(given["query"].dtype) == str(q_dtype)[6:], "what stands in its place has its type"
+    assert given["scale_log2"] == pytest.approx(case.bmm1_scale * math.log2(math.e))
+    assert given["out_scale"] == case.bmm2_scale
+
+
+def test_launchers_take_tensors_of_e4m3_and_addresses() -> None:
+    """Through tvm-ffi: torch's tensors, as in a run, and converted ones, as a plan keeps them."""
+    printed = run_child(f"from {__package__} import fp8_probe; fp8_probe.main()")
+    plain, converted, refused = json.loads(printed.splitlines()[-1])
+    assert plain == converted == [0, 2**40 + 5, 4, 16 * 592, 0]
+    assert "expected dtype=float8_e4m3fn" in refused
