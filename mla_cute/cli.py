@@ -81,7 +81,7 @@ def check(device: str | None, select: str, json_file: Any) -> None:
         result = table.run(row, chosen)
         results.append(result)
         error = "" if math.isnan(result.error) else f"  error {result.error:.1e}"
-        click.echo(f"{'FAIL' if result.problem else 'pass'}  {result.name:36}{error}  {result.seconds:6.2f} s")
+        click.echo(f"{'FAIL' if result.problem else 'pass'}  {result.name:46}{error}  {result.seconds:6.2f} s")
         if result.problem:
             click.echo(f"      {result.problem}")
     failed = sum(result.problem is not None for result in results)
