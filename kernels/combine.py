@@ -20,7 +20,7 @@ from cutlass.cute import FastDivmodDivisorV2
 from cutlass.memory import SmemAllocator
 
 from .common.bundle import bundle
-from .common.math import row_result
+from .common.math import row_result, scale_by
 from .common.work import NO_CUT, ONE_GROUP
 from .common.work_device import LANES
 
@@ -31,7 +31,7 @@ FEW_PARTS = 8  # up to which it does so, whatever the rows
 # what combine takes of decode's arguments
 READS = (
     *("out", "lse", "part_out", "part_stat", "split_info"),
-    *("slot_rows", "batch_invariant", "max_entries", "out_scale", "lse_scale"),
+    *("slot_rows", "batch_invariant", "max_entries", "scale2_address", "out_scale", "lse_scale"),
 )
 
 
@@ -65,6 +65,7 @@ def combine(c: cutlass.Constexpr, args):
     cuts = cute.arch.load(head, Int32, sem="acquire", scope="gpu")
     if cuts == ONE_GROUP:
         list_group(c, args, s_split, s_count, ctas, tid)
+    args = args._replace(out_scale=scale_by(args.out_scale, args.scale2_address))
     if (cuts != NO_CUT) | (cta == 0):  # one CTA waits in any case: this kernel must not end before decode
         cute.arch.griddepcontrol_wait()
     s_count[2] = cuts if cuts != ONE_GROUP else 1  # entries; here, as registers are scarce

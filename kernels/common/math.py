@@ -20,6 +20,15 @@ def half_scale(top):
 
 
 @cute.jit
+def scale_by(scale, address):
+    """scale times the fp32 in device memory at `address`, if that is not 0."""
+    if address != 0:
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
+        scale = scale * cute.arch.load(pointer, Float32)
+    return scale
+
+
+@cute.jit
 def row_result(shift, total, args):
     """(factor of O, LSE) of a finished row. One that saw no token (total 0) gets factor 0 and LSE -inf."""
     empty = total == 0.0

@@ -10,7 +10,8 @@ each one block of rows times some steps. With 64 rows a step is a pair of 64-tok
     warps 4-7      scores and softmax of tile a, O columns 0-255                                             (attend.py)
     warps 8-11     scores and softmax of tile b, O columns 256-511
 With 8 to 32 rows a step is one tile, three pieces of 24 KB in a ring of 7 or 8, and warps 4-7 do all the math with
-tokens or latents as the tall side of each product: attend_few.py.
+tokens or latents as the tall side of each product: attend_swapped.py. So it is with an e4m3 cache for all rows, but that
+a step is a pair of tiles and warps 4-11 share it.
 `combine` follows in the same launch call. Registers and shared memory: config.py; the overlap: the timeline in
 attend.py.
 """
@@ -25,6 +26,7 @@ from cutlass.memory import SmemAllocator
 from ..combine import THREADS, arguments, combine
 from ..common import work_device as work
 from ..common.bundle import bundle
+from ..common.math import scale_by
 from ..common.schedule import AHEAD, WORDS, publish_all
 from ..common.work import HEAD_WORDS
 from .attend import attend as attend_rows
@@ -118,6 +120,8 @@ class Decode:
             batch_invariant=batch_invariant,
             max_entries=(cute.size(split_info) - HEAD_WORDS) // 4,
             divisors=work.divisors(num_ctas, team, query.shape[2]),
+            scale1_address=scale1_address,
+            scale2_address=scale2_address,
             scale_log2=scale_log2,
             out_scale=out_scale,
             lse_scale=lse_scale,
@@ -195,6 +199,11 @@ class Decode:
         else:
             cute.arch.sync_threads()
             cute.arch.setmaxregister_increase(c.consumer_regs)
+            # here: the other warps, which find the first tokens to load, do not wait for scales in device memory
+            args = args._replace(
+                scale_log2=scale_by(args.scale_log2, args.scale1_address),
+                out_scale=scale_by(args.out_scale, args.scale2_address),
+            )
             attend = attend_swapped if c.swapped else attend_rows
             if const_expr(c.math_warps == 4):
                 attend(c, 0, mmas, smem, bars, args, tid - 128)
