@@ -3,8 +3,8 @@
     S^T[64 tokens x rows] = K[64 x 576] Q^T,  softmax down the tokens,  O^T[512 x rows] += V^T[512 x 64] P^T
 
 With 16-bit caches one warpgroup does a tile alone. With e4m3 caches two share a step of two tiles: warpgroup w owns the
-scores and the softmax of tile w, and latents [256 w, 256 w + 256) of O^T, for which it multiplies both tiles by P^T from
-shared memory; the cache goes through registers on its way into the tensor cores (widen.py).
+scores and the softmax of tile w, and latents [256 w, 256 w + 256) of O^T, for which it multiplies both tiles by P^T
+from shared memory; the cache goes through registers on its way into the tensor cores (widen.py).
 
 A tile comes as three pieces of 192 columns, and each goes back to the KV warp as soon as it was used. A thread has two
 tokens of rows / 4 rows: rows e % 2 + 8 (e // 2) from `row` on. So a row's maximum and sum lie across all math warps.
@@ -182,7 +182,7 @@ def multiply(c, me, mma, loads, transposed):
 
 @cute.jit
 def softmax(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, masked, step):
-    """P^T of the own tile to shared memory. All math warps have multiplied the last one when this one's vote is over."""
+    """P^T of the own tile to shared memory. All math warps have multiplied the last one when this vote is over."""
     s, columns, first = me.scores, cute.size(me.total), (step * c.tiles + w) * c.tile
     if first + c.tile > masked:
         for e in cutlass.range_constexpr(columns):

@@ -151,8 +151,8 @@ class DecodeConfig:
 
     @property
     def blocks_per_sm(self) -> int:
-        """CTAs an SM that registers are left for. ptxas keeps setmaxnreg only where it is given. 2, though shared memory
-        holds one, where the other half of the registers is for combine.
+        """CTAs an SM that registers are left for. ptxas keeps setmaxnreg only where it is given. 2, though shared
+        memory holds one, where the other half of the registers is for combine.
         """
         return 2 if self.combine_beside else 1
 
@@ -170,13 +170,13 @@ class DecodeConfig:
 
     @property
     def part_type(self) -> str:
-        """Of O in a partial result. Swapped form: to make fp16 of it costs a block as much as half of the bytes save."""
+        """Of O in a partial result. Swapped form: making fp16 of it costs a block as much as half of the bytes save."""
         return "fp32" if self.swapped else "fp16"
 
     @property
     def merge_flight(self) -> tuple[int, int]:
-        """Parts of few and of many that a warp of combine has in flight, as registers allow; fp32 ones: beside the first
-        part, see combine.merge.
+        """Parts of few and of many that a warp of combine has in flight, as registers allow; fp32 ones: beside the
+        first part, see combine.merge.
         """
         if self.swapped:
             return (7, 8) if self.few else (2, 3)

@@ -10,8 +10,8 @@ each one block of rows times some steps. With 64 rows a step is a pair of 64-tok
     warps 4-7      scores and softmax of tile a, O columns 0-255                                             (attend.py)
     warps 8-11     scores and softmax of tile b, O columns 256-511
 With 8 to 32 rows a step is one tile, three pieces of 24 KB in a ring of 7 or 8, and warps 4-7 do all the math with
-tokens or latents as the tall side of each product: attend_swapped.py. So it is with an e4m3 cache for all rows, but that
-a step is a pair of tiles and warps 4-11 share it.
+tokens or latents as the tall side of each product: attend_swapped.py. So it is with an e4m3 cache for all rows, but
+that a step is a pair of tiles and warps 4-11 share it.
 `combine` follows in the same launch call. Registers and shared memory: config.py; the overlap: the timeline in
 attend.py.
 """
@@ -205,12 +205,13 @@ class Decode:
                 out_scale=scale_by(args.out_scale, args.scale2_address),
             )
             attend = attend_swapped if c.swapped else attend_rows
-            if const_expr(c.math_warps == 4):
-                attend(c, 0, mmas, smem, bars, args, tid - 128)
-            elif warp_idx < 8:
-                attend(c, 0, mmas, smem, bars, args, tid - 128)
+            if const_expr(c.math_warps == 8):
+                if warp_idx < 8:
+                    attend(c, 0, mmas, smem, bars, args, tid - 128)
+                else:
+                    attend(c, 1, mmas, smem, bars, args, tid - 256)
             else:
-                attend(c, 1, mmas, smem, bars, args, tid - 256)
+                attend(c, 0, mmas, smem, bars, args, tid - 128)
 
 
 def tile_layouts(c):
@@ -226,7 +227,7 @@ def row_numbers(c):
     if c.swapped:
         warps = cute.make_layout((c.rows, c.math_warps), stride=(c.math_warps, 1))
         gain = {"gain": (Float32, row)} if c.row_gains else {}
-        one = {name: (Float32, row) for name in ("high", "shift", "alpha")}
+        one = dict.fromkeys(("high", "shift", "alpha"), (Float32, row))
         return {"limit": (Int32, row), **one, **gain, "top": (Float32, warps), "sum": (Float32, warps)}
     return {"ref": (Float32, row), "sum": (Float32, cute.make_layout((c.rows, 2, 2)))}
 

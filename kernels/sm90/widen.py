@@ -1,12 +1,12 @@
-"""An e4m3 cache in fp16 products: WGMMA takes tokens and latents as rows of its register operand (A), widened on the way.
+"""An e4m3 cache in fp16 products: WGMMA takes tokens and latents as rows of its register operand (A), just widened.
 
 ldmatrix moves pairs of bytes as it would 16-bit numbers, so a lane gets other columns than the fragment wants:
 
-    keys     [token][latent]: a lane gets latents 4t .. 4t+3 of its token (t = lane % 4), and the fragment asks for places
-             2t, 2t+1, 2t+8, 2t+9 of 16. The order of the 16 does not matter as long as the query has it, too: place
-             2t+e of its rows holds latent 4t+e, place 8+2t+e latent 4t+2+e (`widen_query`).
-    values   transposed: a lane gets latents 2g, 2g+1 (g = lane // 4) of tokens 2t, 2t+1, in two rows of O^T 8 apart: row
-             g of 16 is latent 2g, row g+8 latent 2g+1. The epilogue knows that (`latent_of`).
+    keys     [token][latent]: a lane gets latents 4t .. 4t+3 of its token (t = lane % 4), and the fragment asks for
+             places 2t, 2t+1, 2t+8, 2t+9 of 16. The order of the 16 does not matter as long as the query has it, too:
+             place 2t+e of its rows holds latent 4t+e, place 8+2t+e latent 4t+2+e (`widen_query`).
+    values   transposed: a lane gets latents 2g, 2g+1 (g = lane // 4) of tokens 2t, 2t+1, in two rows of O^T 8 apart:
+             row g of 16 is latent 2g, row g+8 latent 2g+1. The epilogue knows that (`latent_of`).
 
 fp16 holds every e4m3 number. bf16 query rows become fp16 after a power of two of their own has brought their largest
 element to 2**15 or just above: what lies within 2**32 of it keeps its bits, and the rest is off by less than 2**-40 of
@@ -35,8 +35,8 @@ def load_matrices(address, transposed):
 
 
 def lane_offsets(warp, lane):
-    """Where in a slot of the ring a lane finds its row of the four matrices. keys: of the first 32 latents of a chunk; of
-    the second 32 it is that with bit 5 flipped. values: of the first 32 tokens.
+    """Where in a slot of the ring a lane finds its row of the four matrices. keys: of the first 32 latents of a chunk;
+    of the second 32 it is that with bit 5 flipped. values: of the first 32 tokens.
     """
     turn = (lane & 7) >> 1  # the 64-byte swizzle of its row
     line = (lane & 7) * CHUNK
@@ -48,10 +48,9 @@ def lane_offsets(warp, lane):
 def fill_fragment(fragment, words, transposed):
     """fp16 A fragment of two WGMMAs from what ldmatrix brought."""
     target = cute.recast_tensor(fragment, Int32)
-    for i, word in enumerate(words):
-        if transposed:  # the bytes of latent 2g first
-            word = Int32(cute.arch.prmt(word, word, 0x3120))
-        for half, pair in enumerate(widened(word)):
+    for i, raw in enumerate(words):
+        four = Int32(cute.arch.prmt(raw, raw, 0x3120)) if transposed else raw  # the bytes of latent 2g first
+        for half, pair in enumerate(widened(four)):
             # keys: of registers 0 and 1 (tokens g and g+8) the lower halves, then the upper ones
             target[2 * i + half if transposed else i // 2 * 4 + half * 2 + i % 2] = pair
 
@@ -79,7 +78,9 @@ def widen_query(c: cutlass.Constexpr, smem, scale, warp, lane):
             raw[k].fill(0)
             if lane + k * LANES < groups:
                 for j in cutlass.range_constexpr(words):
-                    cute.autovec_copy(word(c, smem, row, (lane + k * LANES) * words + j), cute.local_tile(raw[k], (4,), (j,)))
+                    cute.autovec_copy(
+                        word(c, smem, row, (lane + k * LANES) * words + j), cute.local_tile(raw[k], (4,), (j,))
+                    )
         factor = Float32(1.0)
         if const_expr(c.row_gains):
             factor, gain = row_factor(raw)

@@ -20,7 +20,6 @@ from mla_cute.problem import DTYPES, KV_LORA_RANK, LSE_MODES, MASKS, OUT_DTYPES,
 from mla_cute.reference import raw
 from mla_cute.testing import assert_lse_close, expected_of, make_case
 
-
 from .harness import (
     INPUTS,
     ROWS,
