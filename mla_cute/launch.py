@@ -138,7 +138,7 @@ def _load(prepared: Prepared) -> None:
         lse_mode="none",
         batch_invariant=False,
     )
-    tiny = replace(prepared, problem=smallest, plan=Plan(num_ctas=1, slot_rows=1))
+    tiny = replace(prepared, problem=smallest, plan=Plan(num_ctas=1, slot_rows=1, word_rows=1))
     zeros = partial(torch.zeros, device=prepared.device)
     query = zeros(1, 1, 1, HEAD_DIM, dtype=TORCH_DTYPES[smallest.q_dtype])
     kv_cache = zeros(1, smallest.page_size, HEAD_DIM, dtype=TORCH_DTYPES[smallest.kv_dtype])
@@ -157,7 +157,7 @@ def capturing(device: torch.device) -> bool:
 def size(problem: MLAProblem, device: torch.device) -> Plan:
     """The plan of a problem on a device; on the CPU one that suffices for any GPU."""
     if device.type == "cpu":
-        return make_plan(problem, LargestTiling(), LARGEST_SM_COUNT)
+        return make_plan(problem, LargestTiling(problem.kv_dtype), LARGEST_SM_COUNT)
     if not torch.cuda.is_available():
         raise UnsupportedProblem(f"device {device} cannot be used: torch finds no GPU on this machine")
     return make_plan(problem, dispatch.select(problem, capability(device)), sm_count(device))

@@ -17,7 +17,6 @@ from mla_cute.kernels.common.work import HEAD_WORDS, MAX_CTAS, best_team, own_pa
 from mla_cute.problem import INT32_MAX, KV_LORA_RANK, MLAProblem
 
 ALIGNMENT = 256  # bytes, of every section of the workspace
-PART_WORD_ROWS = 32  # rows of a partial result that take a 32-bit word a column; of more, two columns share one
 _forced: ContextVar[int | None] = ContextVar("forced_ctas", default=None)
 
 
@@ -33,14 +32,22 @@ class Tiling(Protocol):
     @property
     def block_cost(self) -> int: ...  # such units that a change of blocks costs
 
+    @property
+    def word_rows(self) -> int: ...  # of fp32 that a slot has room for, whatever rows the workspace is for
+
 
 @dataclass(frozen=True)
 class LargestTiling:
-    """Needs no less workspace than any kernel's: sizes all of them, and plans where there is no GPU."""
+    """Needs no less workspace than any kernel's for a cache of this dtype, and plans where there is no GPU."""
 
+    kv_dtype: str
     rows: int = 64
     tile_tokens: int = 64
     block_cost: int = 2
+
+    @property
+    def word_rows(self) -> int:
+        return 64 if self.kv_dtype == "e4m3" else 32
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Plan:
 
     num_ctas: int
     slot_rows: int
+    word_rows: int  # of fp32 that have as many bytes as the O of a slot, at most slot_rows
     team: int = 1  # CTAs that take neighbouring row tiles of a request together
     room: int = 1  # CTAs that the workspace has room for, if more than num_ctas
     row_tiles: int = 0  # batch-invariant: of the batch; else 0
@@ -77,10 +85,8 @@ class Plan:
         if self.parts:
             entries = self.row_tiles * self.parts
             slots = entries if self.parts > 1 else 1  # that nothing is written to
-        # a slot of part_out has as many bytes whether up to 32 rows are fp32 or up to 64 fp16
-        out_rows = slots * min(self.slot_rows, PART_WORD_ROWS)
         offset, sections = 0, []
-        for elements in (out_rows * KV_LORA_RANK, slots * self.slot_rows * 8, entries * 4 + HEAD_WORDS):
+        for elements in (slots * self.word_rows * KV_LORA_RANK, slots * self.slot_rows * 8, entries * 4 + HEAD_WORDS):
             sections.append(Section(offset, 4 * elements))
             offset += -(-4 * elements // ALIGNMENT) * ALIGNMENT
         return sections[0], sections[1], sections[2]
@@ -94,10 +100,9 @@ def make_plan(problem: MLAProblem, tiling: Tiling, sm_count: int) -> Plan:
     """
     rows = problem.max_seq_len_q * problem.num_heads
     row_tiles, units = -(-rows // tiling.rows), _units(problem, tiling)
-    num_ctas, room = (
-        _forced.get() or max(1, min(count, sm_count, MAX_CTAS)) for count in (units, _units(problem, LargestTiling()))
-    )
-    plan = Plan(num_ctas, min(tiling.rows, rows), best_team(row_tiles, num_ctas), room)
+    most = _units(problem, LargestTiling(problem.kv_dtype))
+    num_ctas, room = (_forced.get() or max(1, min(count, sm_count, MAX_CTAS)) for count in (units, most))
+    plan = Plan(num_ctas, min(tiling.rows, rows), min(tiling.word_rows, rows), best_team(row_tiles, num_ctas), room)
     if problem.batch_invariant:
         all_tiles = problem.batch_size * row_tiles
         team = best_team(row_tiles, num_ctas, even=True)  # a member without a row tile would waste slots

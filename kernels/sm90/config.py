@@ -174,6 +174,13 @@ class DecodeConfig:
         return "fp32" if self.swapped else "fp16"
 
     @property
+    def word_rows(self) -> int:
+        """Rows of fp32 that a slot has room for, the same for all kernels of a cache's dtype: a workspace for more
+        query rows serves fewer, too. 64 rows of fp16 take no more than 32.
+        """
+        return 64 if self.fp8 else 32
+
+    @property
     def merge_flight(self) -> tuple[int, int]:
         """Parts of few and of many that a warp of combine has in flight, as registers allow; fp32 ones: beside the
         first part, see combine.merge.

@@ -37,7 +37,7 @@ def recorder(problem: MLAProblem, ctas: int) -> tuple[launch.Prepared, list[Any]
     """Prepared with a launch that records its arguments, as if on a GPU."""
     received: list[Any] = []
     with forced_ctas(ctas):
-        plan = make_plan(problem, LargestTiling(), 132)
+        plan = make_plan(problem, LargestTiling(problem.kv_dtype), 132)
     return launch.Prepared(problem, CPU, plan, "recorder", lambda *given: received.extend(given)), received
 
 

@@ -12,7 +12,7 @@ from mla_cute.problem import MAX_KV_LEN
 
 from .test_problem import problem
 
-TILING = LargestTiling()
+TILING = LargestTiling("bf16")
 
 
 def test_sections_are_aligned_disjoint_and_large_enough() -> None:
@@ -49,15 +49,17 @@ def test_no_more_ctas_than_kernels_take() -> None:
     assert make_plan(problem(max_kv_len=1 << 20), TILING, MAX_CTAS + 44).num_ctas == MAX_CTAS
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "e4m3"])
 @pytest.mark.parametrize(("heads", "batch_invariant"), [(8, False), (24, False), (3, True)])
-def test_size_never_falls_with_a_larger_bound(heads: int, batch_invariant: bool) -> None:
+def test_size_never_falls_with_a_larger_bound(heads: int, batch_invariant: bool, kv_dtype: str) -> None:
     """Though a longer query may bring a kernel of more rows, whose steps are longer."""
     grid = {"batch_size": (1, 2, 7, 300), "max_seq_len_q": (1, 2, 5, 64), "max_kv_len": (1, 65, 129, 4096, 1 << 20)}
     sizes = {}
     for values in itertools.product(*grid.values()):
-        one = problem(num_heads=heads, batch_invariant=batch_invariant, **dict(zip(grid, values, strict=True)))
+        bounds = dict(zip(grid, values, strict=True))
+        one = problem(num_heads=heads, batch_invariant=batch_invariant, kv_dtype=kv_dtype, **bounds)
         sizes[values] = make_plan(one, dispatch.select(one, (9, 0)), 132).workspace_bytes
-        assert sizes[values] == make_plan(one, TILING, 132).workspace_bytes
+        assert sizes[values] == make_plan(one, LargestTiling(kv_dtype), 132).workspace_bytes
     for small, large in itertools.product(sizes, sizes):
         if all(a <= b for a, b in zip(small, large, strict=True)):
             assert sizes[small] <= sizes[large]
@@ -124,14 +126,16 @@ def test_tiles_are_counted_in_int32() -> None:
 
 def test_the_size_without_a_gpu_bounds_every_kernel() -> None:
     for config in dispatch.shipped():
-        assert config.rows <= TILING.rows
-        assert config.tile_tokens >= TILING.tile_tokens
+        largest = LargestTiling(config.kv_dtype)
+        assert config.rows <= largest.rows
+        assert config.tile_tokens >= largest.tile_tokens
+        assert config.word_rows <= largest.word_rows
 
 
 def test_a_slot_holds_the_rows_of_every_kernel() -> None:
     sizes = {"fp32": 4, "fp16": 2}
     for config in sm90.shipped():
-        one = problem(num_heads=config.rows, max_kv_len=1 << 20)
+        one = problem(num_heads=config.rows, max_kv_len=1 << 20, kv_dtype=config.kv_dtype)
         plan = make_plan(one, config, 132)
         slots, columns = 2 * plan.num_ctas, 512 // config.half  # (shift, sum), or four words for each half
         words = 2 if config.part_type == "fp32" else 4 * columns

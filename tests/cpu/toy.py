@@ -25,6 +25,7 @@ class ToyConfig:
     rows: ClassVar[int] = 64
     tile_tokens: ClassVar[int] = 128
     block_cost: ClassVar[int] = 2
+    word_rows: ClassVar[int] = 32
 
     @property
     def name(self) -> str:
