@@ -28,18 +28,18 @@ from .config import Barrier
 from .epilogue import finish
 from .layouts import CHUNK, output_view, value_view
 
-K = 16  # depth of one 16-bit WGMMA
-PER_CHUNK = CHUNK // K
+DEPTH_BITS = 256  # of one WGMMA
 
 
 def issue(mma, acc, a, b, zero=False, a_chunk=0, b_chunk=0, chunks=None):
     """Issue acc += a b (acc = a b with zero) over the whole K mode, or over `chunks` 64-column chunks of it from
     a_chunk and b_chunk on; nothing waits or commits.
     """
+    per_chunk = CHUNK * mma.op.a_dtype.width // DEPTH_BITS
     atom = cute.make_mma_atom(mma.op)  # set() changes the atom, so each call makes its own
     atom.set(warpgroup.Field.ACCUMULATE, not zero)
-    for k in range(cute.size(a.shape[2]) if chunks is None else chunks * PER_CHUNK):
-        cute.gemm(atom, acc, a[None, None, a_chunk * PER_CHUNK + k], b[None, None, b_chunk * PER_CHUNK + k], acc)
+    for k in range(cute.size(a.shape[2]) if chunks is None else chunks * per_chunk):
+        cute.gemm(atom, acc, a[None, None, a_chunk * per_chunk + k], b[None, None, b_chunk * per_chunk + k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
 
 

@@ -4,7 +4,8 @@
 
 With 16-bit caches one warpgroup does a tile alone. With e4m3 caches two share a step of two tiles: warpgroup w owns the
 scores and the softmax of tile w, and latents [256 w, 256 w + 256) of O^T, for which it multiplies both tiles by P^T
-from shared memory; the cache goes through registers on its way into the tensor cores (widen.py).
+from shared memory. Values go through registers on their way into the tensor cores (widen.py), and keys, too, unless the
+query is e4m3.
 
 A tile comes as three pieces of 192 columns, and each goes back to the KV warp as soon as it was used. A thread has two
 tokens of rows / 4 rows: rows e % 2 + 8 (e // 2) from `row` on. So a row's maximum and sum lie across all math warps.
@@ -57,6 +58,7 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, t
         query=qk.make_fragment_B(qk.partition_B(smem.query)),
         p=pv.make_fragment_B(pv.partition_B(smem.p)),
         scores=cute.make_rmem_tensor(fragment, Float32),
+        part=cute.make_rmem_tensor(fragment, Float32),  # of the scores, see c.sum_chunks
         out=out,
         blocks=[cute.make_tensor(out.iterator + n * cute.size(fragment), fragment) for n in range(blocks)],
         store=store,
@@ -70,16 +72,14 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, t
 
 def operands(c, mmas, smem, tid):
     """How this thread gets keys and values: as descriptors of shared memory, or through fragments of its own."""
-    if c.fp8:
-        keys, values = lane_offsets(tid >> 5, tid & 31)
-        base = smem.third.iterator.toint()
-        layout = cute.make_layout(((2, 2, 2), 1, 2), stride=((1, 2, 4), 0, 8))
-        fragments = [[cute.make_rmem_tensor(layout, c.dtype) for _ in range(c.group_loads)] for _ in range(2)]
-        return {"keys": base + keys, "values": base + values, "fragments": fragments}
     qk, pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
+    base = smem.third.iterator.toint()
+    keys, values = (base + offset for offset in lane_offsets(tid >> 5, tid & 31))
+    layout = cute.make_layout(((2, 2, 2), 1, 2), stride=((1, 2, 4), 0, 8))
     return {
-        "keys": qk.make_fragment_A(qk.partition_A(smem.third)),
-        "values": pv.make_fragment_A(pv.partition_A(value_blocks(c, smem.third))),
+        "keys": keys if c.widen_keys else qk.make_fragment_A(qk.partition_A(smem.third)),
+        "values": values if c.fp8 else pv.make_fragment_A(pv.partition_A(value_blocks(c, smem.third))),
+        "fragments": [cute.make_rmem_tensor(layout, c.dtype) for _ in range(c.fragments)] if c.fp8 else [],
     }
 
 
@@ -94,7 +94,7 @@ def attend_segment(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, b
     me.out.fill(0.0)
     me.total.fill(0.0)
     cute.arch.mbarrier_wait(bars.query_full, query_phase)
-    if const_expr(c.fp8):
+    if const_expr(c.widen_keys):
         widen_query(c, smem, args.scale_log2, me.warp, me.tid & 31)
         cute.arch.fence_proxy("async.shared", space="cta")
     meet(c)
@@ -118,23 +118,30 @@ def issue_scores(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, bars, slo
     """S^T = K Q^T of the own tile, piece by piece as they arrive."""
     per_piece = c.rings["third"].columns // CHUNK
     pieces = [(piece, *place(c, piece, slot, phase)) for piece in c.pieces if piece.tile == w]
-    if const_expr(c.fp8):
+    if const_expr(c.widen_keys):
         loads = []
         for piece, at, turn in pieces:
             for n in cutlass.range_constexpr(2 * per_piece):
-                column = n // 2 * GROUP_BYTES + at * c.slot_bytes
-                address = (me.keys ^ STEP if n % 2 else me.keys) + column
+                address = (me.keys ^ STEP if n % 2 else me.keys) + (at * c.slot_bytes + n // 2 * GROUP_BYTES)
                 ready = partial(cute.arch.mbarrier_wait, bars.third_full + at, turn) if n == 0 else None
                 k = (piece.box * per_piece * 2 + n) * 2
                 loads.append(Load(address, me.scores, me.query, k, first=k == 0, ready=ready))
-        multiply(c, me, mmas.qk, loads, False)
+        multiply(me, mmas.qk, loads, False)
     else:
-        for piece, at, turn in pieces:
-            cute.arch.mbarrier_wait(bars.third_full + at, turn)
-            warpgroup.fence()
-            keys = me.keys[None, None, None, at]
-            issue(mmas.qk, me.scores, keys, me.query, piece.box == 0, 0, piece.box * per_piece, per_piece)
-        warpgroup.commit_group()
+        groups = [range(n, min(n + c.sum_chunks, 9)) for n in range(0, 9, c.sum_chunks)]
+        for group in groups:
+            acc = me.scores if group[0] == 0 else me.part
+            for chunk in group:
+                piece, at, turn = pieces[chunk // per_piece]
+                if const_expr(chunk % per_piece == 0):
+                    cute.arch.mbarrier_wait(bars.third_full + at, turn)
+                warpgroup.fence()
+                keys = me.keys[None, None, None, at]
+                issue(mmas.qk, acc, keys, me.query, chunk == group[0], chunk % per_piece, chunk, 1)
+            warpgroup.commit_group()
+            if const_expr(group[0] > 0):
+                warpgroup.wait_group(0)
+                me.scores.store(me.scores.load() + me.part.load())
 
 
 class Load(NamedTuple):
@@ -149,34 +156,28 @@ class Load(NamedTuple):
     done: Callable[[], None] | None = None  # what follows when it is read
 
 
-def multiply(c, me, mma, loads, transposed):
-    """Issue the products, some loads to a group; what the next group needs is read meanwhile."""
+def multiply(me, mma, loads, transposed):
+    """Issue the products, a group for each load; what the next one needs is read meanwhile."""
 
-    def read(group):
-        words = []
-        for load in group:
-            if load.ready:
-                load.ready()
-            words.append(load_matrices(load.address, transposed))
-        return words
+    def read(load):
+        if load.ready:
+            load.ready()
+        return load_matrices(load.address, transposed)
 
-    size, sets = len(me.fragments[0]), len(me.fragments)
-    groups = [loads[i : i + size] for i in range(0, len(loads), size)]
-    words = read(groups[0])
-    for n, group in enumerate(groups):
-        now, words = words, read(groups[n + 1]) if n + 1 < len(groups) else None
-        if n >= sets:
-            warpgroup.wait_group(sets - 1)  # the fragments are free
-        for load, fragment, word in zip(group, me.fragments[n % sets], now, strict=False):
-            fill_fragment(fragment, word, transposed)
-            if load.done:
-                load.done()
+    words, depth = read(loads[0]), len(me.fragments)
+    for n, load in enumerate(loads):
+        now, words = words, read(loads[n + 1]) if n + 1 < len(loads) else None
+        if n >= depth:
+            warpgroup.wait_group(depth - 1)  # the fragment is free
+        fragment = me.fragments[n % depth]
+        fill_fragment(fragment, now, transposed)
+        if load.done:
+            load.done()
         warpgroup.fence()
-        for load, fragment in zip(group, me.fragments[n % sets], strict=False):
-            atom = cute.make_mma_atom(mma.op)
-            for i in range(2):
-                atom.set(warpgroup.Field.ACCUMULATE, not load.first or i > 0)
-                cute.gemm(atom, load.acc, fragment[None, None, i], load.b[None, None, load.k + i], load.acc)
+        atom = cute.make_mma_atom(mma.op)
+        for i in range(2):
+            atom.set(warpgroup.Field.ACCUMULATE, not load.first or i > 0)
+            cute.gemm(atom, load.acc, fragment[None, None, i], load.b[None, None, load.k + i], load.acc)
         warpgroup.commit_group()
 
 
@@ -290,7 +291,7 @@ def add_values(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, bars, slot,
                 ready = partial(cute.arch.mbarrier_wait, bars.third_full + at, turn) if piece.tile != w else None
                 loads[-2 * len(mine)] = loads[-2 * len(mine)]._replace(ready=ready)
                 loads[-1] = loads[-1]._replace(done=free)
-        multiply(c, me, mmas.pv, loads, True)
+        multiply(me, mmas.pv, loads, True)
         warpgroup.wait_group(0)
     else:
         warpgroup.fence()

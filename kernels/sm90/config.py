@@ -123,6 +123,18 @@ class DecodeConfig:
         return 1 if self.fp8 else 2
 
     @property
+    def widen_keys(self) -> bool:
+        """Whether keys become fp16, too; an e4m3 query multiplies them as they are."""
+        return self.fp8 and self.q_dtype != FP8
+
+    @property
+    def sum_chunks(self) -> int:
+        """Chunks of 64 columns that the tensor cores add up. In FP8 they keep some 13 bits while they add: the sum of 128
+        columns goes to fp32 registers.
+        """
+        return 2 if self.q_dtype == FP8 else 9
+
+    @property
     def row_gains(self) -> bool:
         """Whether each row has a power of two of its own in its scores: bf16 rows that become fp16 ones."""
         return self.fp8 and self.q_dtype == "bf16"
@@ -192,7 +204,7 @@ class DecodeConfig:
     @property
     def rings(self) -> dict[str, Ring]:
         if self.fp8:
-            return {"third": Ring(192, {64: 9, 32: 12}.get(self.rows, 15))}
+            return {"third": Ring(192, 15 if self.rows <= 16 else 12 if self.few or not self.widen_keys else 9)}
         if self.few:  # beside combine's shared memory
             return {"third": Ring(192, 8 if self.rows <= 16 else 7)}
         return {"half": Ring(256, 4), "rope": Ring(64, 2)}  # two tiles
@@ -211,8 +223,8 @@ class DecodeConfig:
         return self.tile * 192 * self.kv_bytes
 
     @property
-    def group_loads(self) -> int:
-        """e4m3: pairs of WGMMAs that are issued together, from 8 registers each of widened keys or values."""
+    def fragments(self) -> int:
+        """e4m3: pairs of WGMMAs in flight from widened operands, 8 registers each."""
         return 2 if self.rows == 64 else 4
 
     @property
@@ -249,7 +261,7 @@ class DecodeConfig:
         """Tiles and P alone; the barriers and row statistics take less than 2 KB more."""
         kv = sum(self.tile * ring.columns * ring.slots for ring in self.rings.values()) * self.kv_bytes
         p = self.rows * self.tile_tokens if self.swapped else 0  # else it lies over the rope columns
-        return kv + 2 * (self.rows * self.head_dim + p)
+        return kv + self.q_bytes * self.rows * self.head_dim + 2 * p
 
 
 def refuse(problem: MLAProblem) -> str | None:

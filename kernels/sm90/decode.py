@@ -42,6 +42,8 @@ class Decode:
             **{k: getattr(config, k) for k in dir(config) if not k.startswith("_")},
             dtype=DTYPES[config.compute],
             q_type=DTYPES[config.q_dtype],
+            # as the query comes to shared memory: 16-bit rows are moved as they are, whatever their bits mean
+            q_place=DTYPES[config.compute if config.q_bytes == 2 else config.q_dtype],
             kv_type=DTYPES[config.kv_dtype],
             part_dtype=DTYPES[config.part_type],
         )
@@ -78,8 +80,7 @@ class Decode:
         stream: cuda.CUstream,
     ):
         c = self.c
-        # 16-bit rows travel as they are, whatever their bits mean
-        query = one_query(query, packed_query, seq_len_q == 0, c.dtype if c.q_bytes == 2 else query.element_type)
+        query = one_query(query, packed_query, seq_len_q == 0, c.q_place)
         total = query.shape[0] * query.shape[1] * query.shape[2]  # rows
         out = one_output(out, packed_out, seq_len_q == 0, (total, c.latent), 16)
         lse = one_output(lse, packed_lse, seq_len_q == 0, (total,), 4)
@@ -87,9 +88,8 @@ class Decode:
         rows, even_rows = query_view(query)
         boxes = {name: (8, CHUNK, ring.columns // CHUNK, c.page_rows // 8) for name, ring in c.rings.items()}
         atoms = {name: cpasync.make_tiled_tma_atom(load, cache, swizzled(c.kv_type, b), b) for name, b in boxes.items()}
-        if const_expr(c.q_bytes == 2):
-            box = (c.rows, CHUNK, c.head_dim // CHUNK)
-            atoms["query"] = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.dtype, box), box)
+        box = (c.rows, CHUNK, c.head_dim // CHUNK)
+        atoms["query"] = cpasync.make_tiled_tma_atom(load, rows, swizzled(c.q_place, box), box)
         if const_expr(not c.swapped):
             box, columns = (c.rows, CHUNK, c.half // CHUNK), c.latent // CHUNK
             out_rows = cute.make_tensor(
@@ -160,7 +160,7 @@ class Decode:
             },
             **{
                 name: allocator.allocate_tensor(
-                    c.kv_type if name in c.rings else c.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner
+                    layout_type(c, name), layout.outer, byte_alignment=1024, swizzle=layout.inner
                 )
                 for name, layout in layouts._asdict().items()
             },
@@ -180,7 +180,7 @@ class Decode:
         if warp_idx == 4:
             init_barriers(c, bars)
             cute.arch.mbarrier_init_fence()
-            for name in (*c.rings, *(["query"] if c.q_bytes == 2 else [])):
+            for name in (*c.rings, "query"):
                 cpasync.prefetch_descriptor(getattr(tma, name))
         if warp_idx < 4:
             cute.arch.sync_threads()  # the barriers are made
@@ -218,7 +218,11 @@ def tile_layouts(c):
     """Shared memory of the query, the KV rings and, where it does not lie over the rope columns, P."""
     rings = {name: slot_layout(c, ring.columns, ring.slots) for name, ring in c.rings.items()}
     p = {"p": swizzled(c.dtype, (c.rows, c.tile, c.tiles))} if c.swapped else {}
-    return {"query": swizzled(c.dtype, (c.rows, c.head_dim)), **rings, **p}
+    return {"query": swizzled(c.q_place, (c.rows, c.head_dim)), **rings, **p}
+
+
+def layout_type(c, name):
+    return c.q_place if name == "query" else c.kv_type if name in c.rings else c.dtype
 
 
 def row_numbers(c):
@@ -234,8 +238,8 @@ def row_numbers(c):
 
 def tiled_mmas(c):
     if c.fp8:
-        both = tiled_mma(c.dtype, c.rows, a="RMEM")
-        return {"qk": both, "pv": both}
+        widened = tiled_mma(c.dtype, c.rows, a="RMEM")
+        return {"qk": widened if c.widen_keys else tiled_mma(c.kv_type, c.rows), "pv": widened}
     if c.few:
         return {"qk": tiled_mma(c.dtype, c.rows), "pv": tiled_mma(c.dtype, c.rows, a_major="MN")}
     return {

@@ -13,7 +13,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "e4m3": Float8E4M3FN, "fp32": Float32}
 CHUNK = 64  # columns of a swizzled row
-SWIZZLE_BYTES = 128  # of it in 16 bits
 
 
 def swizzled(dtype, shape, order=None):
@@ -42,7 +41,9 @@ def slot_layout(c, columns, slots):
 
 def query_word(c, row, word):
     """Where the word-th 16 bytes of a query row lie in shared memory, in bytes."""
-    return word // 8 * (c.rows * SWIZZLE_BYTES) + row * SWIZZLE_BYTES + (word % 8 ^ row % 8) * 16
+    line = CHUNK * c.q_bytes  # swizzled
+    words = line // 16
+    return word // words * (c.rows * line) + row * line + (word % words ^ row % 8 // (8 // words)) * 16
 
 
 def copy_view(c, slots, columns):

@@ -145,9 +145,7 @@ def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
     warp_idx = cute.arch.make_warp_uniform(tid // LANES)
     packed = args.seq_len_q == 0
     batch = Int32(0) if packed else seg.request
-    if const_expr(c.q_bytes == 1):  # narrower than the place that they are widened in
-        copy_rows(c, smem, bars, args, seg, batch, warp_idx, tid % LANES, phase)
-    elif args.even_rows & (warp_idx == 0):
+    if args.even_rows & (warp_idx == 0):
         # rows past the request's last are zeros or another's: no output has a part in them
         first = seg.q_first * args.heads + seg.block * c.rows
         box = (c.rows, CHUNK, c.head_dim // CHUNK)
@@ -159,7 +157,7 @@ def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
         cute.prefetch(tma.query, frm[None, batch])  # to L2, while the block before needs the shared memory
         cute.arch.mbarrier_wait(bars.query_empty, phase)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bars.query_full, c.rows * c.head_dim * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(bars.query_full, c.rows * c.head_dim * c.q_bytes)
         cute.copy(tma.query, frm[None, batch], to[None], tma_bar_ptr=bars.query_full)
     elif args.even_rows:
         cute.arch.mbarrier_wait(bars.query_empty, phase)

@@ -70,7 +70,7 @@ def widened(word):
 @cute.jit
 def widen_query(c: cutlass.Constexpr, smem, scale, warp, lane):
     """The query rows in place, a row a warp at a time: to fp16, in the order of the keys' places."""
-    words = 1 if c.q_bytes == 1 else 2  # of 16 bytes, that hold 16 latents
+    words = 2  # of 16 bytes, that hold 16 latents
     groups = c.head_dim // 16
     for row in cutlass.range(warp, c.rows, c.math_warps, unroll=1):
         raw = [cute.make_rmem_tensor((4 * words,), Int32) for _ in range(2)]
