@@ -86,7 +86,7 @@ def run(row: Row, device: torch.device) -> Result:
         if row.lse_mode == "base2":
             expected_lse = expected_lse / math.log(2)
         error = float((out.double() - expected).norm() / expected.norm().clamp(min=1e-30))
-        assert_close(out, lse, expected, expected_lse, case.kv_cache.dtype, row.lse_mode)
+        assert_close(out, lse, expected, expected_lse, case.kv_cache.dtype, row.lse_mode, q_dtype=case.query.dtype)
     except Exception as failure:  # a row that fails in any way is a line of the table, and the next row still runs
         problem = f"{type(failure).__name__}: {failure}"
     return Result(row.name, error, time.perf_counter() - started, problem)

@@ -305,11 +305,12 @@ def assert_close(
     kv_dtype: torch.dtype | None = None,
     lse_mode: str = "basee",
     lse_relative: float = 1e-6,
+    q_dtype: torch.dtype | None = None,
 ) -> None:
     """Assert the pass lines: relative L2 within the tolerance of the coarser of kv_dtype (None: out's) and out's type
-    over all rows and within four times that for each row; LSE within 2e-5 natural units and lse_relative of its size;
-    exactly 0 and -inf where nothing is seen. The cache's type counts because softmax weights are rounded to it, with
-    e4m3 to fp16: fp16 output of a bf16 cache has an error of 1.4e-3."""
+    over all rows and within four times that for each row; the LSE as assert_lse_close says; exactly 0 and -inf where
+    nothing is seen. The cache's type counts because softmax weights are rounded to it, with e4m3 to fp16: fp16 output
+    of a bf16 cache has an error of 1.4e-3."""
     tolerances = {getattr(torch, t.torch_name): t.tolerance for t in DTYPES.values()}
     limit = max(tolerances.get(dtype, 0.0) for dtype in (out.dtype, kv_dtype or out.dtype))
     assert out.shape == ref_out.shape, f"out has shape {tuple(out.shape)}, expected {tuple(ref_out.shape)}"
@@ -323,17 +324,28 @@ def assert_close(
     assert total <= limit, f"relative L2 error {total:.2e} of out exceeds {limit:.0e} (worst row {worst:.2e})"
     assert worst <= 4 * limit, f"relative L2 error {worst:.2e} of one row exceeds {4 * limit:.1e} (all: {total:.2e})"
     if lse is not None:
-        assert_lse_close(lse, ref_lse, lse_mode, lse_relative)
+        assert_lse_close(lse, ref_lse, lse_mode, lse_relative, q_dtype)
 
 
-def assert_lse_close(lse: Tensor, ref_lse: Tensor, lse_mode: str = "basee", relative: float = 1e-6) -> None:
-    unit = math.log(2) if lse_mode == "base2" else 1.0
+def assert_lse_close(
+    lse: Tensor,
+    ref_lse: Tensor,
+    lse_mode: str = "basee",
+    relative: float = 1e-6,
+    q_dtype: torch.dtype | None = None,
+) -> None:
+    """Assert that the LSE is within 2e-5 natural units and `relative` of its size. Scores of an e4m3 query are FP8
+    products, of which the tensor cores keep 13 bits or so while they add: 1e-3 and 2e-4.
+    """
+    unit, absolute = math.log(2) if lse_mode == "base2" else 1.0, 2e-5
+    if q_dtype == torch.float8_e4m3fn:
+        absolute, relative = 1e-3, 2e-4
     assert lse.shape == ref_lse.shape, f"lse has shape {tuple(lse.shape)}, expected {tuple(ref_lse.shape)}"
     empty = ref_lse == -math.inf
     assert (lse[empty] == -math.inf).all(), "lse is not -inf in a row that sees no token"
     error = (lse[~empty].double() - ref_lse[~empty]).abs() * unit
     excess = error - relative * ref_lse[~empty].abs() * unit
-    assert bool((excess <= 2e-5).all()), f"lse is off by {float(error.amax()):.2e} natural units"
+    assert bool((excess <= absolute).all()), f"lse is off by {float(error.amax()):.2e} natural units"
 
 
 def assert_exact(out: Tensor, expected: Tensor) -> None:

@@ -121,11 +121,11 @@ def check(case: Case, out: Tensor, lse: Tensor | None, lse_mode: str = "base2", 
     unit = lse_mode if lse is not None else "basee"
     ref_out, ref_lse = expected_of(case, unit)
     if case.out_value is None:
-        assert_close(out, lse, ref_out, ref_lse, case.kv_cache.dtype, unit, lse_relative)
+        assert_close(out, lse, ref_out, ref_lse, case.kv_cache.dtype, unit, lse_relative, case.query.dtype)
         return
     assert_exact(out, ref_out)
     if lse is not None:
-        assert_lse_close(lse, ref_lse, unit)
+        assert_lse_close(lse, ref_lse, unit, q_dtype=case.query.dtype)
 
 
 def launch_and_check(case: Case, *, lse_mode: str = "base2", lse_relative: float = 1e-6, **options: Any) -> Result:
