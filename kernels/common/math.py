@@ -24,7 +24,7 @@ def scale_by(scale, address):
     """scale times the fp32 in device memory at `address`, if that is not 0."""
     if address != 0:
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=4)
-        scale = scale * cute.arch.load(pointer, Float32)
+        scale = scale * cute.make_tensor(pointer, cute.make_layout(1))[0]
     return scale
 
 

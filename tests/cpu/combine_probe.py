@@ -1,4 +1,4 @@
-"""Run by test_combine.py: scales of fp16 partial results, and which blocks CTAs share, as compiled for the CPU."""
+"""Run by test_combine.py: scales of fp16 partial results and in memory, which blocks CTAs share, made for the CPU."""
 
 import json
 import os
@@ -7,10 +7,10 @@ import sys
 os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is imported; only host code is compiled
 
 import torch
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from mla_cute.kernels.combine import is_shared
 from mla_cute.kernels.common.bundle import bundle
-from mla_cute.kernels.common.math import half_scale
+from mla_cute.kernels.common.math import half_scale, scale_by
 from mla_cute.kernels.sm90.config import DecodeConfig
 from mla_cute.kernels.sm90.layouts import DTYPES
 
@@ -23,7 +23,16 @@ class Probe:
         self.c = bundle(latent=config.latent, invariant_parts=parts, part_dtype=DTYPES[config.part_type])
 
     @cute.jit
-    def __call__(self, tops: cute.Tensor, scales: cute.Tensor, asked: cute.Tensor, shared: cute.Tensor) -> None:
+    def __call__(
+        self,
+        tops: cute.Tensor,
+        scales: cute.Tensor,
+        asked: cute.Tensor,
+        shared: cute.Tensor,
+        address: Int64,
+        scaled: cute.Tensor,
+    ) -> None:
+        scaled[0] = scale_by(Float32(3.0), address)
         for i in range(tops.shape[0]):
             gain, scale = half_scale(tops[i])  # type: ignore[no-untyped-call]
             scales[i, 0], scales[i, 1] = gain, scale
@@ -36,13 +45,18 @@ def main() -> None:
     questions = json.load(sys.stdin)
     tops = torch.tensor(questions["tops"], dtype=torch.float32)
     scales, answers = torch.zeros(len(tops), 2), []
+    factor, scaled = torch.tensor([0.25]), torch.zeros(2)
     for rows in (64, 16):
         asked = torch.tensor(questions[str(rows)], dtype=torch.int32)
         shared = torch.zeros(len(asked), dtype=torch.int32)
         tensors = [given(tensor) for tensor in (tops, scales, asked, shared)]
-        cute.compile(Probe(DecodeConfig("bf16", "bf16", "bf16", 64, rows)), *tensors)(*tensors)
+        compiled = cute.compile(
+            Probe(DecodeConfig("bf16", "bf16", "bf16", 64, rows)), *tensors, Int64(0), given(scaled)
+        )
+        for i, address in enumerate((0, factor.data_ptr())):
+            compiled(*tensors, address, given(scaled[i : i + 1]))
         answers.append(shared.tolist())
-    print(json.dumps([scales.tolist(), *answers]))
+    print(json.dumps([scales.tolist(), *answers, scaled.tolist()]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,8 +37,15 @@ MANY = (  # of 64
 )
 
 
+class Answers(NamedTuple):
+    scales: list[list[float]]
+    many: list[int]
+    few: list[int]
+    scaled: list[float]
+
+
 @pytest.fixture(scope="module")
-def answers() -> tuple[list[list[float]], list[int], list[int]]:
+def answers() -> Answers:
     """From a process of its own, as in test_work_device.py."""
     questions: dict[str, Any] = {"tops": TOPS, "64": [q for q, _ in MANY], "16": [q for q, _ in FEW]}
     command = [sys.executable, "-m", "tests.cpu.combine_probe"]
@@ -46,13 +53,12 @@ def answers() -> tuple[list[list[float]], list[int], list[int]]:
         command, input=json.dumps(questions), capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    scales, many, few = json.loads(done.stdout.splitlines()[-1])
-    return scales, many, few
+    return Answers(*json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_scales_of_fp16_partial_results(answers: tuple[list[list[float]], list[int], list[int]]) -> None:
+def test_scales_of_fp16_partial_results(answers: Answers) -> None:
     """Powers of two that undo each other; the largest magnitude stays below fp16's, and near it unless it is tiny."""
-    for top, (gain, scale) in zip(TOPS, answers[0], strict=True):
+    for top, (gain, scale) in zip(TOPS, answers.scales, strict=True):
         assert gain * scale == 1 and math.frexp(scale)[0] == 0.5
         assert scale >= 2.0**-126 and gain >= 2.0**-126, "no denormal"
         fp16 = (torch.tensor(top) * torch.tensor(gain)).half()
@@ -60,6 +66,10 @@ def test_scales_of_fp16_partial_results(answers: tuple[list[list[float]], list[i
         assert abs(float(fp16.float() * torch.tensor(scale)) - top) <= 2.0**-11 * top + 1e-45
 
 
-def test_which_blocks_ctas_share(answers: tuple[list[list[float]], list[int], list[int]]) -> None:
-    assert answers[1] == [shared for _, shared in MANY]
-    assert answers[2] == [shared for _, shared in FEW]
+def test_which_blocks_ctas_share(answers: Answers) -> None:
+    assert answers.many == [shared for _, shared in MANY]
+    assert answers.few == [shared for _, shared in FEW]
+
+
+def test_a_scale_in_memory(answers: Answers) -> None:
+    assert answers.scaled == [3.0, 0.75], "without an address, and times the 0.25 at one"
