@@ -129,8 +129,9 @@ class DecodeConfig:
 
     @property
     def sum_chunks(self) -> int:
-        """Chunks of 64 columns that the tensor cores add up. In FP8 they keep some 13 bits while they add: the sum of 128
-        columns goes to fp32 registers.
+        """Chunks of 64 columns of scores that the tensor cores add up; fp32 registers add these sums. Of FP8 products
+        the tensor cores keep some 13 bits while they add. H200, e4m3 query, chunks added: LSE off by up to 5e-3 (9),
+        6.4e-4 (2), 5.1e-4 (1); (128, 1, 128, 4096) 234, 247, 285 us.
         """
         return 2 if self.q_dtype == FP8 else 9
 
@@ -224,7 +225,7 @@ class DecodeConfig:
 
     @property
     def fragments(self) -> int:
-        """e4m3: pairs of WGMMAs in flight from widened operands, 8 registers each."""
+        """e4m3: pairs of WGMMAs in flight from widened operands, 8 registers each. With 3, 64 rows spill."""
         return 2 if self.rows == 64 else 4
 
     @property
@@ -258,7 +259,7 @@ class DecodeConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Tiles and P alone; the barriers and row statistics take less than 2 KB more."""
+        """Tiles and P alone; the barriers and row statistics take less than 6 KB more."""
         kv = sum(self.tile * ring.columns * ring.slots for ring in self.rings.values()) * self.kv_bytes
         p = self.rows * self.tile_tokens if self.swapped else 0  # else it lies over the rope columns
         return kv + self.q_bytes * self.rows * self.head_dim + 2 * p

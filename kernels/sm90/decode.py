@@ -11,7 +11,7 @@ each one block of rows times some steps. With 64 rows a step is a pair of 64-tok
     warps 8-11     scores and softmax of tile b, O columns 256-511
 With 8 to 32 rows a step is one tile, three pieces of 24 KB in a ring of 7 or 8, and warps 4-7 do all the math with
 tokens or latents as the tall side of each product: attend_swapped.py. So it is with an e4m3 cache for all rows, but
-that a step is a pair of tiles and warps 4-11 share it.
+warps 4-11 share a pair of tiles (pieces of 12 KB in a ring of 9 to 15), and values are widened on their way: widen.py.
 `combine` follows in the same launch call. Registers and shared memory: config.py; the overlap: the timeline in
 attend.py.
 """
