@@ -315,7 +315,7 @@ def next_segment(c: cutlass.Constexpr, args, line: Line, place: Place):
     place = Place(pos, b, before, now)
     group = Int32(0)
     if groups > 1:
-        group = divide(pos - before, length)
+        group = divide(pos - before, cutlass.max(length, 1))  # 0 where nothing is left
     begin = before + group * length
     first, last = pos - begin, cutlass.min(length, line.end - begin)
     slot = pos * line.team + line.member
@@ -328,7 +328,7 @@ def next_segment(c: cutlass.Constexpr, args, line: Line, place: Place):
     if args.batch_invariant == 0:
         slot = 2 * args.cta + (first == 0).to(Int32)
     if (line.parts > 0) | (args.batch_invariant != 0):
-        if length == 1:
+        if length <= 1:
             last = steps
         else:
             first, last = share(steps, length, first), share(steps, length, last)
