@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,14 +17,6 @@ from .toy import child, run
 REGISTERS = 65_536  # of an SM
 SERIALIZED = re.compile(r"C75\d\d")  # setmaxnreg ignored, wgmma serialized: ptxas says it in remarks alone
 
-COMPILE = """
-import json, re, sys
-from mla_cute import compile, dispatch
-config = next(config for config in dispatch.shipped() if config.name == sys.argv[1])
-kernel = compile.compile_kernel(config, remarks=True)
-kernel.export_to_c(sys.argv[2], function_name=config.name)
-print(json.dumps(str(kernel.ir_module)))
-"""
 # A launch fills {grid, block, bytes of dynamic shared memory, stream, attributes, their number}.
 LAUNCH = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 
@@ -39,25 +32,23 @@ def launch_values(host_code: str, member: str) -> list[int]:
 
 
 @pytest.mark.parametrize("config", dispatch.shipped(), ids=lambda config: config.name)
-def test_no_spills_no_serialization_and_within_limits(config: dispatch.KernelConfig, tmp_path: Path) -> None:
-    code = COMPILE.replace("sys.argv[1]", repr(config.name)).replace("sys.argv[2]", repr(str(tmp_path / "kernel.o")))
-    process = child(code)
-    out, remarks = process.communicate(timeout=300)
-    assert process.returncode == 0, remarks
-    remarks = " ".join(remarks.split())  # the DSL wraps lines where there is a warning
+def test_no_spills_no_serialization_and_within_limits(
+    config: dispatch.KernelConfig, compiled: Callable[[dispatch.KernelConfig], Any]
+) -> None:
+    files = compiled(config)
+    remarks = " ".join(files.remarks.split())  # the DSL wraps lines where there is a warning
     spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", remarks)
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", remarks)]
     assert spills == [("0", "0", "0")] * len(registers), remarks
     assert set(re.findall(r"entry function '\w+' for '(\w+)'", remarks)) == {config.arch}
     assert not SERIALIZED.search(remarks), remarks
 
-    host_code = json.loads(out.splitlines()[-1])
-    threads, shared = launch_values(host_code, "0, 1, 0"), launch_values(host_code, "0, 2")
+    threads, shared = launch_values(files.host_code, "0, 1, 0"), launch_values(files.host_code, "0, 2")
     assert len(threads) == len(shared) == len(registers) > 0
     assert max(registers) <= REGISTERS // max(threads) // 8 * 8
     limit = sys.modules[type(config).__module__].SMEM_LIMIT
     assert 0 < max(shared) <= limit, f"{max(shared)} bytes of shared memory, a CTA has {limit}"
-    assert (tmp_path / "kernel.o").read_bytes()[:4] == b"\x7fELF"
+    assert files.object_file.read_bytes()[:4] == b"\x7fELF"
 
 
 def test_one_compilation_a_config_from_many_threads(tmp_path: Path) -> None:

@@ -1,0 +1,120 @@
+"""Small problems that together reach every path of a kernel, alike for the emulator and for a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mla_cute
+from mla_cute import dispatch
+from mla_cute.dispatch import KernelConfig
+from mla_cute.plan import forced_ctas
+from mla_cute.problem import DTYPES, KV_LORA_RANK
+from mla_cute.testing import Case, make_case, padded, poisoned
+
+Result = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One launch. lengths: tokens of each request. heads: None fills the kernel's rows with q_lens' longest. ctas: forced,
+    so that all machines cut the work alike. spread: heads lie apart, so that rows are no longer even."""
+
+    lengths: tuple[int, ...]
+    ctas: int
+    q_lens: int | tuple[int, ...] = 1
+    heads: int | None = None
+    page_factor: int = 1  # times the rows of a copy; above 1 for 64 rows alone
+    kind: str = "random"
+    lse_mode: str = "base2"
+    spread: bool = False
+    plan: dict[str, Any] = field(default_factory=dict)
+    make: dict[str, Any] = field(default_factory=dict)
+
+    def case(self, config: KernelConfig, device: torch.device | str = "cpu") -> Case:
+        """Made on the CPU, so that every device gets the same numbers."""
+        longest = self.q_lens if isinstance(self.q_lens, int) else max(self.q_lens)
+        case = make_case(
+            self.kind,  # type: ignore[arg-type]
+            self.lengths,
+            q_lens=self.q_lens,
+            num_heads=self.heads or max(1, config.rows // longest),
+            page_size=config.page_rows * self.page_factor,
+            dtype=torch_dtype(config.in_dtype),
+            **self.make,
+        )
+        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(case).items()}
+        case = Case(**moved)
+        return replace(case, query=padded(case.query, -2, 3)) if self.spread else case
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, DTYPES[name].torch_name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+# Of every shipped kernel: tails, a request without tokens, several requests to a CTA.
+FIRST = Problem((100, 0, 131), 2)
+
+# Of each number of rows, with one page size and dtype.
+PROBLEMS = {
+    "whole tiles": Problem((128, 256), 1, lse_mode="basee"),
+    "one token": Problem((1, 2, 63), 1, lse_mode="none"),
+    "split": Problem((513, 40), 5),
+    "split of one": Problem((700,), 4, lse_mode="basee"),
+    "causal": Problem((3, 130, 0), 3, q_lens=3),
+    "packed": Problem((70, 10, 200), 2, q_lens=(2, 0, 3)),
+    "uneven rows": Problem((90, 33), 2, q_lens=2, spread=True),
+    "large pages": Problem((200, 65), 3, page_factor=4),
+    "dense": Problem((5, 140), 2, q_lens=2, make={"mask_type": "dense"}),
+    "exact": Problem((129, 64, 300), 4, kind="select", make={"select": (-1, 0, 17)}),
+    "table": Problem((64, 100), 2, make={"table_width": 9, "unused_page": 1 << 30, "permute": "reversed"}),
+}
+# Of the kernels with 64 rows, whose requests may have several blocks; and long ones.
+MORE = {
+    "blocks": Problem((150, 70), 3, q_lens=2, heads=70),
+    "teams": Problem((300, 10), 4, heads=128),
+}
+INVARIANT = Problem((1100, 2100, 64), 4, plan={"batch_invariant": True})
+
+
+def table() -> dict[str, tuple[KernelConfig, Problem]]:
+    """All cases by name."""
+    out: dict[str, tuple[KernelConfig, Problem]] = {}
+    fully = {
+        (64, "bf16", 64),
+        (64, "fp16", 16),
+        (32, "bf16", 32),
+        (32, "fp16", 64),
+        (16, "fp16", 64),
+        (16, "bf16", 16),
+        (8, "bf16", 64),
+        (8, "fp16", 32),
+    }
+    for config in dispatch.shipped():
+        out[f"{config.name} first"] = config, FIRST
+        if config.in_dtype != config.out_dtype or (config.rows, config.in_dtype, config.page_rows) not in fully:
+            continue
+        for name, problem in (PROBLEMS | (MORE if config.rows == 64 else {})).items():
+            if problem.page_factor == 1 or config.page_rows == 64:
+                out[f"{config.name} {name}"] = config, problem
+        if config.in_dtype == "bf16":
+            out[f"{config.name} invariant"] = config, INVARIANT
+    return out
+
+
+def run(config: KernelConfig, problem: Problem, case: Case) -> Result:
+    """The public plan and run, on the case's device, with out and LSE full of NaN beforehand."""
+    query, dtype = case.query, torch_dtype(config.out_dtype)
+    out = poisoned(*query.shape[:-1], KV_LORA_RANK, dtype=dtype, device=query.device)
+    lse = poisoned(*query.shape[:-1], dtype=torch.float32, device=query.device) if problem.lse_mode != "none" else None
+    wrapper = mla_cute.BatchMLADecodePagedTSWrapper()
+    with forced_ctas(problem.ctas):
+        wrapper.plan(**case.plan(lse_mode=problem.lse_mode, o_data_type=dtype, **problem.plan))
+    assert wrapper.kernel.split()[0] == config.name, f"{wrapper.kernel} serves it, not {config.name}"
+    wrapper.run(*case.tensors, **case.run(out=out, lse=lse))
+    return out, lse
