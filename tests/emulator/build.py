@@ -1,4 +1,4 @@
-"""What the emulator runs on: its core, compiled on first use, and each kernel's PTX and launcher, of one compilation."""
+"""What the emulator runs: its core, compiled on first use, and each kernel's PTX and launcher, of one compilation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -21,17 +23,7 @@ from mla_cute.dispatch import KernelConfig
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".pytest_cache" / "emulator"  # what is built stays between runs
-FLAGS = (
-    "-std=c++17",
-    "-O2",
-    "-ftree-vectorize",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fPIC",
-    "-Wall",
-    "-Wextra",
-)
+FLAGS = "-std=c++17 -O2 -ftree-vectorize -march=native -ffp-contract=off -fno-math-errno -fPIC -Wall -Wextra"
 COMPILE = """
 import json, sys
 from mla_cute import compile, dispatch
@@ -85,11 +77,11 @@ def _build(name: str, key: object, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def _run(command: Sequence[str], what: str, **more: object) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(command, capture_output=True, text=True, **more)  # type: ignore[call-overload]
+def _run(command: Sequence[str], what: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(command, check=False, capture_output=True, text=True, **more)
     if result.returncode:
         raise RuntimeError(f"{what} failed: {' '.join(command)}\n{result.stderr[-4000:]}")
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 @functools.cache
@@ -98,37 +90,31 @@ def core() -> Path:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise RuntimeError(
-            f"the emulator needs a C++17 compiler, and {compiler!r} is not there: install g++, or name one in CXX"
+            f"the emulator needs a C++17 compiler, {compiler!r} is not there: install g++, or name one in CXX"
         )
     sources = sorted((HERE / "core").glob("*.cpp"))
     texts = [file.read_bytes() for file in (*sources, *sorted((HERE / "core").glob("*.h")))]
 
     def make(target: Path) -> None:
         objects = [str(target / f"{source.stem}.o") for source in sources]
-        commands = [[compiler, *FLAGS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        commands = [[compiler, *FLAGS.split(), "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda command: _run(command, "compiling the emulator"), commands))
         _run([compiler, "-shared", "-o", str(target / "emulator.so"), *objects], "linking the emulator")
 
-    return _build("core", (compiler, FLAGS, texts), make) / "emulator.so"
+    return _build("core", (compiler, FLAGS, platform.node(), texts), make) / "emulator.so"
 
 
 @functools.cache
 def compiled(config: KernelConfig) -> Compiled:
     """Compile a kernel, once for all processes and for as long as its sources stay as they are."""
-    key = (
-        cache.fingerprint(),
-        repr(config),
-        sorted(cache.versions().items()),
-        COMPILE,
-        (HERE / "driver.c").read_bytes(),
-    )
-    return Compiled(
-        config.name, _build(config.name, key, lambda target: _compile(config, Compiled(config.name, target)))
-    )
+    driver = (HERE / "driver.c").read_bytes()
+    key = cache.fingerprint(), repr(config), sorted(cache.versions().items()), COMPILE, driver
+    return Compiled(config.name, _build(config.name, key, lambda target: _compile(config, target)))
 
 
-def _compile(config: KernelConfig, result: Compiled) -> None:
+def _compile(config: KernelConfig, target: Path) -> None:
+    result = Compiled(config.name, target)
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("MLA_CUTE_", "CUTE_DSL_"))}
     variables |= {"CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(result.folder)}
     command = [sys.executable, "-c", COMPILE, config.name, str(result.object_file)]
@@ -141,6 +127,6 @@ def _compile(config: KernelConfig, result: Compiled) -> None:
 
 
 def link(object_file: Path, shared_object: Path) -> None:
-    """A launcher whose driver is the emulator's: linked in and hidden, so that no other library's can take its place."""
+    """A launcher whose driver is the emulator's, linked in and hidden: no other library's can take its place."""
     command = [*cache.c_compiler(), "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", str(shared_object)]
     _run([*command, str(object_file), str(HERE / "driver.c")], "linking a launcher")

@@ -10,18 +10,18 @@ from torch import Tensor
 
 import mla_cute
 from mla_cute import dispatch
-from mla_cute.dispatch import KernelConfig
 from mla_cute.plan import forced_ctas
 from mla_cute.problem import DTYPES, KV_LORA_RANK
 from mla_cute.testing import Case, make_case, padded, poisoned
 
 Result = tuple[Tensor, Tensor | None]
+Config = Any  # of a kernels/*/config.py
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One launch. lengths: tokens of each request. heads: None fills the kernel's rows with q_lens' longest. ctas: forced,
-    so that all machines cut the work alike. spread: heads lie apart, so that rows are no longer even."""
+    """One launch. lengths: tokens of each request. heads: None fills the kernel's rows with q_lens' longest. ctas:
+    forced, so that all machines cut the work alike. spread: heads lie apart, so that rows are no longer even."""
 
     lengths: tuple[int, ...]
     ctas: int
@@ -34,7 +34,7 @@ class Problem:
     plan: dict[str, Any] = field(default_factory=dict)
     make: dict[str, Any] = field(default_factory=dict)
 
-    def case(self, config: KernelConfig, device: torch.device | str = "cpu") -> Case:
+    def case(self, config: Config, device: torch.device | str = "cpu") -> Case:
         """Made on the CPU, so that every device gets the same numbers."""
         longest = self.q_lens if isinstance(self.q_lens, int) else max(self.q_lens)
         case = make_case(
@@ -46,8 +46,10 @@ class Problem:
             dtype=torch_dtype(config.in_dtype),
             **self.make,
         )
-        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(case).items()}
-        case = Case(**moved)
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(case).items() if isinstance(value, Tensor)
+        }
+        case = replace(case, **moved)
         return replace(case, query=padded(case.query, -2, 3)) if self.spread else case
 
 
@@ -82,22 +84,15 @@ MORE = {
 INVARIANT = Problem((1100, 2100, 64), 4, plan={"batch_invariant": True})
 
 
-def table() -> dict[str, tuple[KernelConfig, Problem]]:
+def table() -> dict[str, tuple[Config, Problem]]:
     """All cases by name."""
-    out: dict[str, tuple[KernelConfig, Problem]] = {}
-    fully = {
-        (64, "bf16", 64),
-        (64, "fp16", 16),
-        (32, "bf16", 32),
-        (32, "fp16", 64),
-        (16, "fp16", 64),
-        (16, "bf16", 16),
-        (8, "bf16", 64),
-        (8, "fp16", 32),
-    }
-    for config in dispatch.shipped():
+    out: dict[str, tuple[Config, Problem]] = {}
+    fully = {f"sm90_r{n}" for n in ("64_bf16_bf16_p64", "64_fp16_fp16_p16", "32_bf16_bf16_p32", "32_fp16_fp16_p64")}
+    fully |= {f"sm90_r{n}" for n in ("16_fp16_fp16_p64", "16_bf16_bf16_p16", "8_bf16_bf16_p64", "8_fp16_fp16_p32")}
+    configs: tuple[Config, ...] = dispatch.shipped()
+    for config in configs:
         out[f"{config.name} first"] = config, FIRST
-        if config.in_dtype != config.out_dtype or (config.rows, config.in_dtype, config.page_rows) not in fully:
+        if config.name not in fully:
             continue
         for name, problem in (PROBLEMS | (MORE if config.rows == 64 else {})).items():
             if problem.page_factor == 1 or config.page_rows == 64:
@@ -107,7 +102,7 @@ def table() -> dict[str, tuple[KernelConfig, Problem]]:
     return out
 
 
-def run(config: KernelConfig, problem: Problem, case: Case) -> Result:
+def run(config: Config, problem: Problem, case: Case) -> Result:
     """The public plan and run, on the case's device, with out and LSE full of NaN beforehand."""
     query, dtype = case.query, torch_dtype(config.out_dtype)
     out = poisoned(*query.shape[:-1], KV_LORA_RANK, dtype=dtype, device=query.device)

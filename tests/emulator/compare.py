@@ -37,9 +37,7 @@ def emulated(name: str, seed: int) -> Result:
     from .launcher import emulated, kernel
 
     config, problem = table()[name]
-    loaded = kernel(config)
-    loaded.seed = seed
-    with emulated(lambda _: loaded):
+    with emulated(lambda chosen: kernel(chosen, seed)):
         return run(config, problem, problem.case(config))
 
 
@@ -69,7 +67,7 @@ def row(name: str, ours: Result, theirs: Result) -> tuple[str, bool]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.emulator.compare", description=__doc__.splitlines()[0] if __doc__ else ""
+        prog="python -m tests.emulator.compare", description=(__doc__ or "").splitlines()[0]
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--save", type=Path, metavar="FILE", help="run on the GPU and keep the results")

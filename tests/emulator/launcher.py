@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from mla_cute.kernels.common.abi import ARGUMENTS
 from torch import Tensor
 
 from mla_cute import dispatch, launch
-from mla_cute.dispatch import KernelConfig
-from mla_cute.kernels.common.abi import ARGUMENTS
 from mla_cute.launch import Prepared
 from mla_cute.plan import make_plan
 from mla_cute.problem import MLAProblem
@@ -145,9 +143,8 @@ class Kernel:
 
     def _captured(self, name: str, config: _Config, params: Any) -> Launch:
         sizes = self.module.param_sizes(name)
-        attributes = (
-            (_Attribute * config.attribute_count).from_address(config.attributes or 0) if config.attribute_count else ()
-        )
+        count = config.attribute_count
+        attributes = (_Attribute * count).from_address(config.attributes) if count else ()
         values = {a.id: list(a.value) for a in attributes}
         return Launch(
             kernel=name,
@@ -160,13 +157,19 @@ class Kernel:
         )
 
 
-@functools.cache
-def kernel(config: KernelConfig) -> Kernel:
-    return Kernel(compiled(config))
+_kernels: dict[str, Kernel] = {}
+
+
+def kernel(config: Any, seed: int = 0) -> Kernel:
+    """The kernel of a config, decoded once a process; the seed holds until it is asked for again."""
+    if config.name not in _kernels:
+        _kernels[config.name] = Kernel(compiled(config))
+    _kernels[config.name].seed = seed
+    return _kernels[config.name]
 
 
 @contextlib.contextmanager
-def emulated(load: Callable[[KernelConfig], Kernel] = kernel, sm_count: int = SM_COUNT) -> Iterator[None]:
+def emulated(load: Callable[[Any], Kernel] = kernel, sm_count: int = SM_COUNT) -> Iterator[None]:
     """Within the block the public functions send CPU tensors through the emulator, as a Hopper GPU of sm_count SMs."""
 
     def size(problem: MLAProblem, device: torch.device) -> Any:

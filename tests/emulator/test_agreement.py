@@ -1,6 +1,6 @@
 """Every shipped kernel, whole, from the public functions to the outputs, against the reference in fp64.
 
-EMULATOR_SEEDS=N runs each case with seeds 0 to N - 1; without it, two seeds of the first case of a kernel and one of others.
+EMULATOR_SEEDS=N runs each case with seeds 0 to N - 1; without it, two seeds of a kernel's first case, one of others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from zlib import crc32
 import pytest
 import torch
 
-from mla_cute.dispatch import KernelConfig
 from mla_cute.testing import assert_close, assert_exact, assert_lse_close, expected_of
 
 from .build import compiled
@@ -29,17 +28,11 @@ def seeds(name: str) -> range:
     return range(2) if name.endswith(" first") else range(crc32(name.encode()) % 8, crc32(name.encode()) % 8 + 1)
 
 
-def seeded(config: KernelConfig, seed: int) -> Kernel:
-    loaded = kernel(config)
-    loaded.seed = seed
-    return loaded
-
-
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CASES for seed in seeds(name)])
 def test_a_kernel_agrees_with_the_reference(name: str, seed: int) -> None:
     config, problem = CASES[name]
     case = problem.case(config)
-    with emulated(lambda chosen: seeded(chosen, seed)):
+    with emulated(lambda chosen: kernel(chosen, seed)):
         out, lse = run(config, problem, case)
     unit = problem.lse_mode if lse is not None else "basee"
     ref_out, ref_lse = expected_of(case, unit)
@@ -57,7 +50,7 @@ def test_the_bits_do_not_depend_on_the_interleaving() -> None:
     case = problem.case(config)
     results = []
     for seed in range(8):
-        with emulated(lambda chosen, seed=seed: seeded(chosen, seed)):  # type: ignore[misc]
+        with emulated(lambda chosen, seed=seed: kernel(chosen, seed)):  # type: ignore[misc]
             results.append(run(config, problem, case)[0])
     assert all(torch.equal(results[0], other) for other in results[1:])
 
