@@ -5,13 +5,15 @@
 
 MBarrier& mbarrier_at(Warp& w, const Access& a) {
     auto found = a.cta->mbarriers.find(a.at);
-    if (found == a.cta->mbarriers.end()) fault("barrier count", "there is no initialised mbarrier at smem+%u", a.at);
+    if (found == a.cta->mbarriers.end()) fault("uninitialised shared memory", "there is no initialised mbarrier at smem+%u", a.at);
     if (!before(w.known.seen, found->second.init)) fault("race", "the mbarrier at smem+%u is used, but its initialisation is not known to be over", a.at);
     return found->second;
 }
 
-static void try_complete(Cta& cta, MBarrier& bar) {
-    if (bar.pending || bar.tx) return;
+static void try_complete(Cta& cta, uint32_t at, MBarrier& bar) {
+    if (bar.pending) return;
+    if (bar.tx < 0) fault("transaction count", "%lld bytes more than expected came to the mbarrier at smem+%u in its phase %u", -(long long)bar.tx, at, bar.phase);
+    if (bar.tx) return;
     bar.phase++;
     bar.pending = bar.count;
     bar.done.join(bar.arriving);
@@ -31,7 +33,7 @@ void complete_tx(Cta& cta, uint32_t at, uint32_t bytes, uint32_t phase) {
     if (bar.phase != phase)
         fault("transaction count", "%u bytes arrive at the mbarrier at smem+%u in phase %u, but were asked for in phase %u: it expected too few", bytes, at, bar.phase, phase);
     change_tx(bar, at, -int64_t(bytes));
-    try_complete(cta, bar);
+    try_complete(cta, at, bar);
 }
 
 namespace {
@@ -80,7 +82,7 @@ void mbarrier_arrive(Warp& w, const Instr& i) {  // a: address, state, count or 
         if (!(i.n & RELAXED)) bar.arriving.join(w.known);
         bar.pending -= count;
         if (i.n & DROP) bar.count -= count;
-        try_complete(*a.cta, bar);
+        try_complete(*a.cta, a.at, bar);
     }
     w.tick();
     if (i.n & STATE) write(w, i.a[1], state);
@@ -93,7 +95,7 @@ void mbarrier_expect(Warp& w, const Instr& i) {  // m: 1 complete_tx
         Access a = shared_at(w, at[l] + uint32_t(i.imm), 8, 8, i.n & CLUSTER_WINDOW);
         MBarrier& bar = mbarrier_at(w, a);
         change_tx(bar, a.at, i.m ? -int64_t(n[l]) : n[l]);
-        if (i.m) try_complete(*a.cta, bar);
+        if (i.m) try_complete(*a.cta, a.at, bar);
     }
 }
 

@@ -75,7 +75,7 @@ void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool* unde
     for (uint32_t k = a.at / 4; k <= (a.at + a.bytes - 1) / 4; k++) {
         Cell& cell = a.cta->cells[k];
         if (!cell.writer && !undefined) fault("uninitialised shared memory", "smem+%u is read and was never written", 4 * k);
-        if (!cell.writer || (undefined && cell.zeros && in_warpgroup(w, cell.writer >> CLOCK_BITS, GENERIC) && !before(w.known.fenced, cell.writer))) *undefined = true;
+        if (!cell.writer || (undefined && cell.zeros && in_warpgroup(w, cell.writer >> CLOCK_BITS, GENERIC) && !before(w.known.seen, cell.writer))) *undefined = true;
         else behind_write(w, a, cell, 4 * k, proxy, "read");
         uint32_t* free = nullptr;
         bool noted = false;
