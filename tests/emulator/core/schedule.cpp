@@ -68,7 +68,8 @@ void run_warp(Warp& w, uint32_t slice) {
     const Instr* code = w.kernel->code.data();
     for (uint32_t k = 0; k < slice; k++) {
         if (!w.others.empty() || !w.now.mask) {
-            if (!choose(w)) { w.blocked = true; break; }
+            w.blocked = !choose(w);
+            if (w.blocked) break;
         }
         w.stop = false;
         const Instr& i = code[w.now.pc++];

@@ -57,6 +57,7 @@ void bra(Warp& w, const Instr& i) {
 void ret(Warp& w, const Instr&) {
     w.live &= ~w.exec;
     w.now.mask &= ~w.exec;
+    for (Group& g : w.others) g.why = nullptr;  // they may have waited for these lanes
     if (!w.live) w.stop = true;
 }
 
