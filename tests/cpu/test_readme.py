@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import shlex
@@ -62,6 +63,8 @@ def test_shell_commands_exist(command: str) -> None:
         assert words[1] in runpy.run_path(str(ROOT / "dev.py"))["TASKS"]
     elif words[:2] == ["-m", "pytest"]:
         assert all((ROOT / path).is_dir() for path in words[2:])
+    elif words[:2] == ["-m", "tests.emulator.compare"]:
+        importlib.import_module("emulator.compare").parser().parse_args(words[2:])
     else:
         assert (program, words[:2]) == ("python", ["-m", "mla_cute"])
         cli(shlex.join([*words[2:], "--help"]))  # parses the options too; what the commands do is test_cli's

@@ -1,9 +1,10 @@
-"""The cases on a GPU and in the emulator, side by side.
+"""Run cases in the emulator beside the reference, or beside what a GPU gave.
 
-On a GPU (needs torch, tvm-ffi and compiled kernels, neither a compiler nor cutlass):
+In the emulator, against the reference in fp64:
+    .venv/bin/python -m tests.emulator.compare --select NAME
+On a GPU, with torch, tvm-ffi and a bundle, without a compiler or cutlass; then in the emulator, against what was kept:
     MLA_CUTE_AOT_DIR=DIR python -m tests.emulator.compare --save FILE
-Anywhere, from the repository's root:
-    python -m tests.emulator.compare --against FILE
+    .venv/bin/python -m tests.emulator.compare --against FILE
 """
 
 from __future__ import annotations
@@ -11,80 +12,94 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from mla_cute.problem import DTYPES
+from mla_cute.testing import Case, expected_of
 
-from .cases import Result, run, table
+from .cases import Problem, Result, run, table
 
 EXACT = ("uniform", "select")  # kinds whose every product and sum of out is exact: bits must be the same
 LSE_TOLERANCE = 2e-5
 
 
+def parser() -> argparse.ArgumentParser:
+    summary, _, usage = (__doc__ or "").partition("\n")
+    shape = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser("python -m tests.emulator.compare", None, summary, usage, formatter_class=shape)
+    other = options.add_mutually_exclusive_group()
+    other.add_argument("--save", type=Path, metavar="FILE", help="run on the GPU and keep the results")
+    other.add_argument("--against", type=Path, metavar="FILE", help="compare with kept results")
+    options.add_argument("--select", default="", metavar="NAME", help="only cases with this in their name")
+    options.add_argument("--seed", type=int, default=0, help="of the interleaving: 1 is late, 2 at once")
+    options.add_argument(
+        "--ptx", type=Path, metavar="FILE", help="PTX to run instead of the kernel's own, edited by hand"
+    )
+    return options
+
+
 def on_gpu(names: list[str]) -> dict[str, Result]:
-    cases, results = table(), {}
+    results = {}
     for name in names:
-        config, problem = cases[name]
+        config, problem = table()[name]
         out, lse = run(config, problem, problem.case(config, "cuda"))
         results[name] = out.cpu(), None if lse is None else lse.cpu()
-        print(f"{name}: {out.isnan().sum().item()} NaN", flush=True)
+        print(f"{name}: {int(out.isnan().sum())} NaN", flush=True)
     return results
 
 
-def emulated(name: str, seed: int) -> Result:
-    from .launcher import emulated, kernel
+def emulated(config: Any, problem: Problem, case: Case, seed: int, ptx: Path | None) -> Result:
+    from .build import compiled
+    from .launcher import Kernel, emulated, kernel
 
-    config, problem = table()[name]
-    with emulated(lambda chosen: kernel(chosen, seed)):
-        return run(config, problem, problem.case(config))
-
-
-def difference(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Relative L2 distance, and the largest difference of an element."""
-    gap = a.double() - b.double()
-    return float(gap.norm() / b.double().norm().clamp(min=1e-30)), float(gap.abs().max()) if gap.numel() else 0.0
+    own = Kernel(compiled(config), seed, ptx.read_text()) if ptx else kernel(config, seed)
+    with emulated(lambda _: own):
+        return run(config, problem, case)
 
 
-def row(name: str, ours: Result, theirs: Result) -> tuple[str, bool]:
+def line(name: str, ours: Result, theirs: Result, reference: bool) -> tuple[str, bool]:
     """A line of the table, and whether the two agree."""
     config, problem = table()[name]
-    out, lse = ours
-    same = torch.equal(out.view(torch.int16), theirs[0].view(torch.int16))
-    total, worst = difference(out, theirs[0])
-    limit = max(DTYPES[config.in_dtype].tolerance, DTYPES[config.out_dtype].tolerance)
-    good = same if problem.kind in EXACT else total <= limit
-    line = f"{name:44s} out {'same bits' if same else f'L2 {total:.1e}, at most {worst:.1e}':32s}"
-    if lse is not None and theirs[1] is not None:
-        seen = theirs[1] != -torch.inf
+    (out, lse), (other_out, other_lse) = ours, theirs
+    same = out.dtype == other_out.dtype and torch.equal(out.view(torch.int16), other_out.view(torch.int16))
+    gap = out.double() - other_out.double()
+    total, worst = float(gap.norm() / other_out.double().norm().clamp(min=1e-30)), float(gap.abs().max())
+    good = total <= max(DTYPES[config.in_dtype].tolerance, DTYPES[config.out_dtype].tolerance)
+    if problem.kind in EXACT and not reference:
+        good = same
+    text = f"{name:42s} out {'same bits' if same else f'L2 {total:.1e}, at most {worst:.1e}':28s}"
+    if lse is not None and other_lse is not None:
+        seen = other_lse != -torch.inf
+        distance = (lse[seen].double() - other_lse[seen].double()).abs()
         good &= torch.equal(seen, lse != -torch.inf)
-        gap = float((lse[seen] - theirs[1][seen]).abs().max()) if seen.any() else 0.0
-        good &= gap <= LSE_TOLERANCE + 1e-6 * float(theirs[1][seen].abs().max() if seen.any() else 0)
-        line += f" lse at most {gap:.1e}"
-    return line + ("" if good else "   DIFFERS"), good
+        good &= bool((distance <= LSE_TOLERANCE / 0.693 + 1e-6 * other_lse[seen].abs()).all())
+        text += f" lse at most {float(distance.max()) if len(distance) else 0:.1e}"
+    return text + ("" if good else "   DIFFERS"), good
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.emulator.compare", description=(__doc__ or "").splitlines()[0]
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--save", type=Path, metavar="FILE", help="run on the GPU and keep the results")
-    what.add_argument("--against", type=Path, metavar="FILE", help="run in the emulator and compare")
-    parser.add_argument("--select", default="", help="only cases with this in their name")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     names = [name for name in table() if options.select in name]
     if options.save:
         torch.save(on_gpu(names), options.save)
         return 0
-    saved = torch.load(options.against)
-    lines = [row(name, emulated(name, options.seed), saved[name]) for name in names if name in saved]
-    print(*(line for line, _ in lines), sep="\n")
-    bad = sum(not good for _, good in lines)
-    print(f"{len(lines)} cases, {bad} differ, {len(names) - len(lines)} are not in the file")
-    return int(bad > 0 or not lines)
+    saved = torch.load(options.against) if options.against else None
+    names = [name for name in names if saved is None or name in saved]
+    bad = 0
+    for name in names:
+        config, problem = table()[name]
+        case = problem.case(config)
+        ours = emulated(config, problem, case, options.seed, options.ptx)
+        theirs = (
+            expected_of(case, problem.lse_mode if ours[1] is not None else "basee") if saved is None else saved[name]
+        )
+        text, good = line(name, ours, theirs, saved is None)
+        print(text, flush=True)
+        bad += not good
+    print(f"{len(names)} cases, {bad} differ")
+    return int(bad > 0 or not names)
 
 
 if __name__ == "__main__":

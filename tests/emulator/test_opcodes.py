@@ -16,7 +16,7 @@ def floats(values: list[float]) -> list[int]:
 
 
 def as_floats(words: list[int]) -> list[float]:
-    return torch.tensor(words, dtype=torch.int64).to(torch.uint32).view(torch.float32).tolist()  # type: ignore[no-any-return]
+    return torch.tensor(words, dtype=torch.int64).to(torch.uint32).view(torch.float32).tolist()
 
 
 BIG, MINUS = 0x80000000, 0xFFFFFFFF
@@ -155,7 +155,7 @@ def test_bf16_to_fp16_goes_through_fp32() -> None:
     ],
 )
 def test_exchange_within_a_warp(body: str, expected: list[int]) -> None:
-    assert of_words(body, range(32)) == expected  # type: ignore[arg-type]
+    assert of_words(body, range(32)) == expected
 
 
 def test_lanes_that_never_meet_are_reported() -> None:
