@@ -10,6 +10,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from mla_cute.testing import assert_close, assert_exact, assert_lse_close, expected_of
 
@@ -28,7 +29,16 @@ def seeds(name: str) -> range:
     return range(2) if name.endswith(" first") else range(crc32(name.encode()) % 8, crc32(name.encode()) % 8 + 1)
 
 
-@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in CASES for seed in seeds(name)])
+def cases() -> list[ParameterSet]:
+    """Each kernel's in one worker, which compiles and decodes it."""
+    return [
+        pytest.param(name, seed, marks=pytest.mark.xdist_group(f"emulator {name.split()[0]}"))
+        for name in CASES
+        for seed in seeds(name)
+    ]
+
+
+@pytest.mark.parametrize(("name", "seed"), cases())
 def test_a_kernel_agrees_with_the_reference(name: str, seed: int) -> None:
     config, problem = CASES[name]
     case = problem.case(config)

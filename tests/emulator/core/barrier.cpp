@@ -17,8 +17,7 @@ static void try_complete(Cta& cta, uint32_t at, MBarrier& bar) {
     bar.phase++;
     bar.pending = bar.count;
     bar.done.join(bar.arriving);
-    std::fill(bar.arriving.seen.begin(), bar.arriving.seen.end(), 0);
-    std::fill(bar.arriving.fenced.begin(), bar.arriving.fenced.end(), 0);
+    for (auto* clocks : {&bar.arriving.seen, &bar.arriving.fenced, &bar.arriving.lane_seen}) std::fill(clocks->begin(), clocks->end(), 0);
     bar.done.seen[bar.agent] = bar.phase;
     cta.launch->machine->events++;
 }
@@ -37,8 +36,6 @@ void complete_tx(Cta& cta, uint32_t at, uint32_t bytes, uint32_t phase) {
 }
 
 namespace {
-
-Known nothing_known(const Cluster& cluster) { return {std::vector<uint32_t>(cluster.agents), std::vector<uint32_t>(cluster.agents)}; }
 
 enum Flag : uint32_t { CLUSTER_WINDOW = 1, RELAXED = 2, EXPECT = 4, COUNTED = 8, PARITY = 16, STATE = 32, TRY = 64, DROP = 128 };
 
@@ -79,7 +76,7 @@ void mbarrier_arrive(Warp& w, const Instr& i) {  // a: address, state, count or 
         state[l] = bar.phase;
         if (count < 1 || bar.pending < count)
             fault("barrier count", "%u arrivals at the mbarrier at smem+%u, whose phase %u expects %u more of %u", count, a.at, bar.phase, bar.pending, bar.count);
-        if (!(i.n & RELAXED)) bar.arriving.join(w.known);
+        if (!(i.n & RELAXED)) publish(w, bar.arriving);
         bar.pending -= count;
         if (i.n & DROP) bar.count -= count;
         try_complete(*a.cta, a.at, bar);
@@ -127,7 +124,7 @@ void arrive_at(Warp& w, NamedBarrier& bar, uint32_t threads, uint32_t expected, 
     bar.expected = expected;
     bar.arrived += threads;
     if (release) bar.arriving.join(w.known);
-    w.tick();
+    w.sync();
     if (bar.arrived < bar.expected) return;
     bar.generation++;
     bar.arrived = 0;
@@ -169,6 +166,7 @@ void bar(Warp& w, const Instr& i) {  // n: 1 waits; m: reduction | negated << 2;
 void bar_warp(Warp& w, const Instr& i) {
     bool wait;
     converge(w, w.uniform(i.a[0], "the mask of bar.warp.sync"), "bar.warp.sync", wait);
+    if (!wait && w.exec == w.live) w.sync();
 }
 
 void cluster_arrive(Warp& w, const Instr& i) {

@@ -123,19 +123,23 @@ std::unique_ptr<Module> parse(const std::string& text);
 // Vector clocks over the agents of a cluster: per warp four (its instructions, its wgmma groups, its bulk groups, its
 // cp.async), then one a mbarrier, whose clock is the number of its completed phases. `fenced` holds what a proxy fence
 // has passed on to asynchronous readers.
+// A barrier that some lanes of a warp arrive at passes on what all lanes did before their last bar.warp.sync, and of these
+// lanes (`lanes`, by warp of the cluster) what they did since.
 struct Known {
-    std::vector<uint32_t> seen, fenced;
+    std::vector<uint32_t> seen, fenced, lanes, lane_seen, lane_fenced;
     void join(const Known& other);
 };
+Known nothing_known(const Cluster& cluster);
 enum Kind : uint32_t { GENERIC = 0, WGMMA = 1, BULK = 2, CPASYNC = 3, KINDS = 4 };
 constexpr uint32_t CLOCK_BITS = 22;
+constexpr uint32_t EVERY_LANE = 32;  // where one lane is asked for: it was done by all together
 
 struct Cell {  // what is known of 4 bytes of shared memory
     static constexpr int READERS = 8;
     uint32_t writer = 0;           // agent << CLOCK_BITS | clock; 0: never written
-    uint32_t write_pc : 24, async : 1, zeros : 1;
+    uint32_t write_pc : 20, lane : 6, async : 1, zeros : 1;
     uint32_t reader[READERS] = {};
-    Cell() : write_pc(0), async(0), zeros(0) {}
+    Cell() : write_pc(0), lane(0), async(0), zeros(0) {}
 };
 
 struct MBarrier {
@@ -174,8 +178,6 @@ struct WgmmaOp {  // a warp's quarter of one wgmma
     bool done = false;
     std::vector<float> a;                        // [16][K]: from registers; else read from a_chunks when it is done
     std::vector<uint32_t> a_chunks, b_chunks;    // places in shared memory of 16 bytes each
-    std::vector<uint8_t> a_dead, b_dead;         // of each chunk: what it holds is undefined
-    std::vector<uint32_t> defined;               // of each accumulator register: lanes whose value is defined
     std::vector<uint32_t> from;                  // of each accumulator register: the op that gives it, + 1; 0: it is in `values`
     std::vector<float> values;                   // accumulator, [register][lane]
 };
@@ -194,6 +196,7 @@ struct Warp {
     std::vector<uint32_t> file, def, tag;
     uint32_t epoch = 1;              // wgmma.fence executed so far
     Known known;
+    uint32_t synced[KINDS] = {};     // clocks up to which the lanes know of each other
     uint32_t fences = 0;             // of scope gpu or wider, for global memory
     bool acquired = false;
     // wgmma
@@ -227,6 +230,7 @@ struct Warp {
     uint64_t uniform64(uint32_t slot, const char* what);
     int first_lane() const { return __builtin_ctz(exec); }
     void tick() { known.seen[agent]++; }
+    void sync() { synced[GENERIC] = known.seen[agent]; synced[CPASYNC] = known.seen[agent + CPASYNC]; tick(); }
     uint32_t stamp(uint32_t kind, uint32_t clock) const { return (agent + kind) << CLOCK_BITS | clock; }
     uint32_t stamp() const { return stamp(GENERIC, known.seen[agent]); }
     void block(const char* why, unsigned long long a = 0, unsigned long long b = 0, unsigned long long c = 0, unsigned long long d = 0) {
@@ -333,16 +337,18 @@ enum class Proxy { generic, async };
 struct Access {      // of shared memory
     Cta* cta;        // that it lies in
     uint32_t at, bytes;  // offset from SMEM_BASE
+    uint32_t lane = EVERY_LANE;
 };
-Access shared_at(Warp& w, uint32_t address, uint32_t bytes, uint32_t align, bool cluster_window);
+Access shared_at(Warp& w, uint32_t address, uint32_t bytes, uint32_t align, bool cluster_window, uint32_t lane = EVERY_LANE);
 void check_bounds(Cta& cta, uint32_t at, uint32_t bytes, uint32_t align);
-void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool* undefined = nullptr);
+void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool product = false);
 void note_write(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, const uint8_t* value);
 std::string agent_name(const Cluster& cluster, uint32_t agent);
 // barrier.cpp
 MBarrier& mbarrier_at(Warp& w, const Access& a);
 void complete_tx(Cta& cta, uint32_t at, uint32_t bytes, uint32_t phase);
 bool before(const std::vector<uint32_t>& clocks, uint32_t stamp);
+void publish(const Warp& w, Known& to);
 // memory.cpp
 uint8_t* global_read(Warp& w, uint64_t address, uint32_t bytes, uint32_t align, bool acquire, bool* undefined = nullptr);
 uint8_t* global_write(Warp& w, uint64_t address, uint32_t bytes, uint32_t align, const uint8_t* value);
@@ -351,7 +357,6 @@ void finish_bulk_reads(Warp& w, uint32_t group);
 void finish_copies(Warp& w, uint32_t group);
 // wgmma.cpp
 void finish_wgmmas(Warp& w, uint32_t group);
-void overwrite_dead(Warp& reader, uint32_t at);
 // number formats, convert.cpp
 float from_bf16(uint16_t v);
 float from_f16(uint16_t v);

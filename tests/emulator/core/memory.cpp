@@ -86,10 +86,10 @@ enum Space : uint32_t { GLOBAL, SHARED, CLUSTER, PARAM, GENERIC_SPACE };
 enum Bit : uint32_t { ACQUIRE = 8, RELEASE = 16 };
 
 // Where a lane's access lies: an access of shared memory, or an address.
-bool to_shared(Warp& w, uint32_t space, uint64_t address, uint32_t bytes, Access& a) {
+bool to_shared(Warp& w, uint32_t space, uint64_t address, uint32_t bytes, uint32_t lane, Access& a) {
     if (space == GENERIC_SPACE && address >> 56 == 1) { space = CLUSTER; }
     if (space != SHARED && space != CLUSTER) return false;
-    a = shared_at(w, uint32_t(address), bytes, bytes, space == CLUSTER);
+    a = shared_at(w, uint32_t(address), bytes, bytes, space == CLUSTER, lane);
     return true;
 }
 
@@ -118,7 +118,7 @@ void load(Warp& w, const Instr& i) {
             uint64_t at = address - (uint64_t)w.cta->launch->params;
             if (at + s.bytes > w.kernel->param_bytes) fault("out of bounds", "a parameter at byte %lld", (long long)at);
             memcpy(data[l], (void*)address, s.bytes);
-        } else if (to_shared(w, s.space, address, s.bytes, a)) {
+        } else if (to_shared(w, s.space, address, s.bytes, l, a)) {
             note_read(w, a, Proxy::generic, stamp);
             memcpy(data[l], &a.cta->smem[a.at], s.bytes);
         } else {
@@ -162,7 +162,7 @@ void store(Warp& w, const Instr& i) {
         if (!(w.exec >> l & 1)) continue;
         uint64_t address = address_of(i, base, s.wide, l);
         Access a;
-        if (to_shared(w, s.space, address, s.bytes, a)) {
+        if (to_shared(w, s.space, address, s.bytes, l, a)) {
             note_write(w, a, Proxy::generic, stamp, data[l]);
             memcpy(&a.cta->smem[a.at], data[l], s.bytes);
         } else global_write(w, address, s.bytes, s.bytes, data[l]);
@@ -200,7 +200,7 @@ template <class T> void atom(Warp& w, const Instr& i) {  // imm, a[0]: address; 
         if (!(w.exec >> l & 1)) continue;
         uint64_t address = address_of(i, base, wide, l);
         Access a;
-        bool shared = to_shared(w, space, address, sizeof(T), a);
+        bool shared = to_shared(w, space, address, sizeof(T), l, a);
         uint8_t* p;
         Region* r = nullptr;
         if (shared) p = &a.cta->smem[a.at];
@@ -227,7 +227,7 @@ void cp_async(Warp& w, const Instr& i) {  // n: bytes; a: target, source, size r
     auto copies = std::make_shared<std::vector<Copy>>();
     for (int l = 0; l < LANES; l++) {
         if (!(w.exec >> l & 1)) continue;
-        Access a = shared_at(w, to[l] + uint32_t(i.imm), i.n, i.n, false);
+        Access a = shared_at(w, to[l] + uint32_t(i.imm), i.n, i.n, false, l);
         note_write(w, a, Proxy::generic, w.stamp(CPASYNC, w.cp_next), nullptr);
         uint32_t bytes = size ? std::min(size[l], i.n) : i.n;
         uint64_t address = lane<uint64_t>(from, l) + int32_t(i.m);

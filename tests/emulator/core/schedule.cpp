@@ -181,7 +181,7 @@ void start_cluster(Launch& launch) {
             auto w = make_warp(*cta, id);
             w->agent = (rank * warps + id) * KINDS;
             w->global_id = number * warps + id;
-            w->known = {std::vector<uint32_t>(cluster->agents), std::vector<uint32_t>(cluster->agents)};
+            w->known = nothing_known(*cluster);
             w->known.seen[w->agent] = 1;
             fill_specials(*w);
             cta->warps.push_back(std::move(w));

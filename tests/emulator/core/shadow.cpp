@@ -2,6 +2,8 @@
 //
 // An access is right when all that it depends on happened before it, by the vector clocks that barriers pass on; and when
 // a generic write that an asynchronous reader or writer meets has gone through a proxy fence (PTX ISA 8.6, 9.7.14.4).
+#include <algorithm>
+
 #include "emu.h"
 
 void Known::join(const Known& other) {
@@ -9,6 +11,33 @@ void Known::join(const Known& other) {
         if (other.seen[k] > seen[k]) seen[k] = other.seen[k];
         if (other.fenced[k] > fenced[k]) fenced[k] = other.fenced[k];
     }
+    for (size_t k = 0; k < other.lanes.size(); k++) {
+        if (other.lane_seen[k] < lane_seen[k]) continue;
+        lanes[k] = other.lane_seen[k] == lane_seen[k] ? lanes[k] | other.lanes[k] : other.lanes[k];
+        lane_seen[k] = other.lane_seen[k];
+        lane_fenced[k] = other.lane_fenced[k];
+    }
+}
+
+Known nothing_known(const Cluster& cluster) {
+    std::vector<uint32_t> agents(cluster.agents), warps(cluster.dependency / KINDS);
+    return {agents, agents, warps, warps, warps};
+}
+
+// What the lanes that run pass on to a barrier.
+void publish(const Warp& w, Known& to) {
+    if (w.exec == w.live) { to.join(w.known); return; }
+    uint32_t seen[KINDS], fenced[KINDS];
+    for (uint32_t k : {GENERIC, CPASYNC}) seen[k] = to.seen[w.agent + k], fenced[k] = to.fenced[w.agent + k];
+    to.join(w.known);
+    for (uint32_t k : {GENERIC, CPASYNC}) {
+        to.seen[w.agent + k] = std::max(seen[k], w.synced[k]);
+        to.fenced[w.agent + k] = std::max(fenced[k], std::min(w.synced[k], w.known.fenced[w.agent + k]));
+    }
+    uint32_t warp = w.agent / KINDS;
+    to.lanes[warp] = w.exec;
+    to.lane_seen[warp] = w.known.seen[w.agent];
+    to.lane_fenced[warp] = w.known.fenced[w.agent];
 }
 
 std::string agent_name(const Cluster& cluster, uint32_t agent) {
@@ -29,7 +58,7 @@ void check_bounds(Cta& cta, uint32_t at, uint32_t bytes, uint32_t align) {
     if (at % align) fault("misaligned", "%u bytes at smem+%u need an alignment of %u", bytes, at, align);
 }
 
-Access shared_at(Warp& w, uint32_t address, uint32_t bytes, uint32_t align, bool cluster_window) {
+Access shared_at(Warp& w, uint32_t address, uint32_t bytes, uint32_t align, bool cluster_window, uint32_t lane) {
     Cta* cta = w.cta;
     uint32_t at = address;
     if (cluster_window && address >> RANK_SHIFT) {
@@ -41,26 +70,35 @@ Access shared_at(Warp& w, uint32_t address, uint32_t bytes, uint32_t align, bool
     }
     at -= SMEM_BASE;
     check_bounds(*cta, at, bytes, align);
-    return {cta, at, bytes};
+    return {cta, at, bytes, lane};
 }
 
 bool before(const std::vector<uint32_t>& clocks, uint32_t stamp) {
     return clocks[stamp >> CLOCK_BITS] >= (stamp & ((1u << CLOCK_BITS) - 1));
 }
 
+// Whether a lane's doing is among what arriving lanes passed on for themselves.
+static bool by_lane(const Known& known, uint32_t stamp, uint32_t lane, bool fenced) {
+    uint32_t agent = stamp >> CLOCK_BITS, warp = agent / KINDS;
+    if (warp >= known.lanes.size() || agent % KINDS != GENERIC || lane == EVERY_LANE || !(known.lanes[warp] >> lane & 1)) return false;
+    return (fenced ? known.lane_fenced[warp] : known.lane_seen[warp]) >= (stamp & ((1u << CLOCK_BITS) - 1));
+}
+
 // The order of an access behind the cell's last write.
 static void behind_write(Warp& w, const Access& a, const Cell& cell, uint32_t at, Proxy proxy, const char* verb) {
     const Cluster& cluster = *w.cta->cluster;
-    if (!before(w.known.seen, cell.writer)) {
-        std::string who = agent_name(cluster, cell.writer >> CLOCK_BITS), line;
-        if (cell.write_pc) line = text(" in line %u", w.kernel->code[cell.write_pc].line);
-        bool waited = cell.async || (cell.writer >> CLOCK_BITS) % KINDS == CPASYNC;
-        fault(waited ? "missing wait" : "race", "smem+%u is %s, but its write by %s%s is not known to be over", at, verb, who.c_str(), line.c_str());
+    const uint32_t agent = cell.writer >> CLOCK_BITS, clock = cell.writer & ((1u << CLOCK_BITS) - 1);
+    if (!before(w.known.seen, cell.writer) && !by_lane(w.known, cell.writer, cell.lane, false)) {
+        bool waited = cell.async || (agent < cluster.dependency && agent % KINDS == CPASYNC);
+        fault(waited ? "missing wait" : "race", "smem+%u is %s, but its write by %s in line %u is not known to be over", at, verb,
+              agent_name(cluster, agent).c_str(), w.kernel->code[cell.write_pc].line);
     }
-    if (proxy == Proxy::async && !cell.async && !before(w.known.fenced, cell.writer))
+    if (agent == w.agent && clock > w.synced[GENERIC] && (cell.lane != a.lane || a.lane == EVERY_LANE) && !by_lane(w.known, cell.writer, cell.lane, false))
+        fault("race", "smem+%u is %s in a lane, but was written by another lane in line %u, and no bar.warp.sync came since", at, verb,
+              w.kernel->code[cell.write_pc].line);
+    if (proxy == Proxy::async && !cell.async && !before(w.known.fenced, cell.writer) && !by_lane(w.known, cell.writer, cell.lane, true))
         fault("missing proxy fence", "smem+%u is %s asynchronously; its write by %s in line %u has passed no fence.proxy.async", at, verb,
-              agent_name(cluster, cell.writer >> CLOCK_BITS).c_str(), w.kernel->code[cell.write_pc].line);
-    (void)a;
+              agent_name(cluster, agent).c_str(), w.kernel->code[cell.write_pc].line);
 }
 
 // Whether an agent is one of a warp of w's warpgroup, of that kind.
@@ -69,14 +107,17 @@ static bool in_warpgroup(const Warp& w, uint32_t agent, uint32_t kind) {
     return agent >= first.agent && agent < first.agent + 4 * KINDS && agent % KINDS == kind;
 }
 
-// undefined: told, instead of a fault, that a part was never written.
-void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool* undefined) {
+// Zeros that a warp writes over rows which a product of its warpgroup may still read, or reads already: a kernel clears the
+// tokens behind a request's end so, whose scores it masks. Where they were not dead the result is wrong, and that shows.
+//
+// product: wgmma reads it. It may take rows that nobody wrote: they are NaN (start_cluster), and show where they are used.
+void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool product) {
     const uint32_t agent = stamp >> CLOCK_BITS;
     for (uint32_t k = a.at / 4; k <= (a.at + a.bytes - 1) / 4; k++) {
         Cell& cell = a.cta->cells[k];
-        if (!cell.writer && !undefined) fault("uninitialised shared memory", "smem+%u is read and was never written", 4 * k);
-        if (!cell.writer || (undefined && cell.zeros && in_warpgroup(w, cell.writer >> CLOCK_BITS, GENERIC) && !before(w.known.seen, cell.writer))) *undefined = true;
-        else behind_write(w, a, cell, 4 * k, proxy, "read");
+        if (!cell.writer && !product) fault("uninitialised shared memory", "smem+%u is read and was never written", 4 * k);
+        bool cleared = product && cell.zeros && !before(w.known.seen, cell.writer) && in_warpgroup(w, cell.writer >> CLOCK_BITS, GENERIC);
+        if (cell.writer && !cleared) behind_write(w, a, cell, 4 * k, proxy, "read");
         uint32_t* free = nullptr;
         bool noted = false;
         for (uint32_t& r : cell.reader) {
@@ -89,12 +130,8 @@ void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool* unde
     }
 }
 
-// Zeros over rows that a product of the same warpgroup may still read make those rows of it undefined: a kernel clears the
-// tokens behind a request's end so, whose scores it masks. Any other write must come behind the read.
 static void behind_read(Warp& w, uint32_t reader, uint32_t at, bool zeros) {
-    if (before(w.known.seen, reader)) return;
-    uint32_t agent = reader >> CLOCK_BITS;
-    if (zeros && in_warpgroup(w, agent, WGMMA)) { overwrite_dead(*w.cta->warps[w.id / 4 * 4 + (agent - w.cta->warps[w.id / 4 * 4]->agent) / KINDS], at); return; }
+    if (before(w.known.seen, reader) || (zeros && in_warpgroup(w, reader >> CLOCK_BITS, WGMMA))) return;
     fault("race", "smem+%u is written, but a read by %s is not known to be over", at, agent_name(*w.cta->cluster, reader >> CLOCK_BITS).c_str());
 }
 
@@ -120,6 +157,7 @@ void note_write(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, const uin
         }
         cell.writer = stamp;
         cell.write_pc = w.now.pc - 1;
+        cell.lane = a.lane;
         cell.async = proxy == Proxy::async;
         cell.zeros = zeros;
     }

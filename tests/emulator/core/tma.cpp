@@ -154,7 +154,7 @@ void tensor_store(Warp& w, const Instr& i) {  // a: source, map
         if (last && source == from[l] && !memcmp(before.at, b.at, sizeof b.at)) continue;  // the same by several lanes
         last = &i; before = b; source = from[l];
         uint32_t bytes = box_bytes(b.map);
-        Access a = shared_at(w, from[l] + uint32_t(i.imm), bytes, 128, false);
+        Access a = shared_at(w, from[l] + uint32_t(i.imm), bytes, 128, false, l);
         note_read(w, a, Proxy::async, w.stamp(BULK, w.bulk_next));
         Warp* warp = &w;
         std::string where = issued(w);
@@ -199,7 +199,7 @@ void bulk_store(Warp& w, const Instr& i) {  // a: source, target, bytes
         if (!(w.exec >> l & 1)) continue;
         uint32_t bytes = size[l];
         if (bytes % 16) fault("misaligned", "a bulk copy of %u bytes, which 16 does not divide", bytes);
-        Access a = shared_at(w, from[l] + uint32_t(i.imm), bytes, 16, false);
+        Access a = shared_at(w, from[l] + uint32_t(i.imm), bytes, 16, false, l);
         note_read(w, a, Proxy::async, w.stamp(BULK, w.bulk_next));
         uint64_t address = lane<uint64_t>(to, l) + int32_t(i.m);
         Warp* warp = &w;

@@ -67,32 +67,7 @@ void gather(const Cta& cta, const std::vector<uint32_t>& chunks, uint32_t lines,
     }
 }
 
-void take(WgmmaOp& op, size_t k, const WgmmaOp& before) {
-    memcpy(&op.values[k * LANES], &before.values[k * LANES], LANES * 4);
-    op.defined[k] = before.defined[k];
-}
-
-// register i of lane l holds row l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) + i % 2 (9.7.15.5.1.1, D)
-uint32_t row_of(uint32_t i, uint32_t l) { return l / 4 + 8 * (i / 2 % 2); }
-uint32_t column_of(uint32_t i, uint32_t l) { return 8 * (i / 4) + 2 * (l % 4) + i % 2; }
-
-// Undefined rows of A and columns of B make those of the result undefined.
-void spread_undefined(WgmmaOp& op) {
-    const uint32_t n = op.instr->n;
-    auto lines = [](const std::vector<uint8_t>& dead, bool mn_major, uint32_t count) {
-        std::vector<uint8_t> out(count);
-        for (size_t c = 0; c < dead.size(); c++) {
-            if (!dead[c]) continue;
-            if (mn_major) for (uint32_t e = 0; e < 8; e++) out[c % (count / 8) * 8 + e] = 1;
-            else out[c / 2] = 1;
-        }
-        return out;
-    };
-    auto rows = lines(op.a_dead, op.instr->m & A_MN, 16), columns = lines(op.b_dead, op.instr->m & B_MN, n);
-    for (uint32_t i = 0; i < n / 2; i++)
-        for (uint32_t l = 0; l < LANES; l++)
-            if (rows[row_of(i, l)] || columns[column_of(i, l)]) op.defined[i] &= ~(1u << l);
-}
+void take(WgmmaOp& op, size_t k, const WgmmaOp& before) { memcpy(&op.values[k * LANES], &before.values[k * LANES], LANES * 4); }
 
 void execute(Warp& w, size_t index) {
     WgmmaOp& op = w.wgmmas[index];
@@ -101,7 +76,6 @@ void execute(Warp& w, size_t index) {
     if (!(flags & REGISTERS)) gather(*w.cta, op.a_chunks, 16, flags & A_MN, flags, false, op.a);
     gather(*w.cta, op.b_chunks, n, flags & B_MN, flags, true, b);
     for (size_t k = 0; k < op.from.size(); k++) if (op.from[k]) take(op, k, w.wgmmas[op.from[k] - 1 - w.first_op]);
-    spread_undefined(op);
     std::vector<double> columns(deep * n);  // [K][N]
     for (uint32_t c = 0; c < n; c++) for (uint32_t k = 0; k < deep; k++) columns[k * n + c] = flags & NEG_B ? -b[c * deep + k] : b[c * deep + k];
     std::vector<double> sum(n);
@@ -111,6 +85,7 @@ void execute(Warp& w, size_t index) {
             const double x = flags & NEG_A ? -op.a[r * deep + k] : op.a[r * deep + k], *y = &columns[k * n];
             for (uint32_t c = 0; c < n; c++) sum[c] += x * y[c];
         }
+        // register i of lane l holds row l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) + i % 2 (9.7.15.5.1.1, D)
         for (uint32_t c = 0; c < n; c++) {
             uint32_t i = c / 8 * 4 + (r >= 8 ? 2 : 0) + c % 2, l = r % 8 * 4 + c % 8 / 2;
             float& v = op.values[i * LANES + l];
@@ -143,13 +118,11 @@ void wgmma(Warp& w, const Instr& i) {
     WgmmaOp op;
     op.instr = &i;
     op.group = w.next_group;
-    auto read = [&](uint64_t bits, uint32_t first, uint32_t count, bool mn_major, std::vector<uint32_t>& chunks, std::vector<uint8_t>& dead) {
+    auto read = [&](uint64_t bits, uint32_t first, uint32_t count, bool mn_major, std::vector<uint32_t>& chunks) {
         Descriptor(bits).chunks(first, count, mn_major, chunks);
         for (uint32_t& address : chunks) {
             Access a = shared_at(w, address, 16, 16, false);
-            bool undefined = false;
-            note_read(w, a, Proxy::async, stamp, &undefined);
-            dead.push_back(undefined);
+            note_read(w, a, Proxy::async, stamp, true);
             address = a.at;
         }
     };
@@ -165,12 +138,11 @@ void wgmma(Warp& w, const Instr& i) {
                 for (uint32_t e = 0; e < each; e++)
                     op.a[(l / 4 + k % 2 * 8) * deep + k / 2 * (deep / 2) + l % 4 * each + e] = element((const uint8_t*)&p[l], e, i.m, false);
         }
-    } else read(w.uniform64(i.a[0], "a descriptor of wgmma"), 16 * quarter, 16, i.m & A_MN, op.a_chunks, op.a_dead);
-    read(w.uniform64(i.a[1], "a descriptor of wgmma"), 0, i.n, i.m & B_MN, op.b_chunks, op.b_dead);
+    } else read(w.uniform64(i.a[0], "a descriptor of wgmma"), 16 * quarter, 16, i.m & A_MN, op.a_chunks);
+    read(w.uniform64(i.a[1], "a descriptor of wgmma"), 0, i.n, i.m & B_MN, op.b_chunks);
 
     op.values.assign(registers * LANES, 0.f);
     op.from.assign(registers, 0);
-    op.defined.assign(registers, ALL);
     const uint32_t number = w.first_op + uint32_t(w.wgmmas.size());
     for (uint32_t k = 0; k < registers; k++) {
         uint32_t slot = i.list[k], tag = w.tag[slot];
@@ -181,8 +153,7 @@ void wgmma(Warp& w, const Instr& i) {
             }
         } else if (keep) {
             must_be_fenced(w, slot);
-            memcpy(&op.values[k * LANES], w.reg(slot), LANES * 4);
-            op.defined[k] = w.def[slot];
+            memcpy(&op.values[k * LANES], w.in(slot), LANES * 4);
         }
         w.tag[slot] = PENDING | (number & 0x7fffff) << 8 | k;
         w.def[slot] = 0;
@@ -256,20 +227,12 @@ void finish_wgmmas(Warp& w, uint32_t group) {
         uint32_t index = (tag >> 8 & 0x7fffff) - w.first_op;
         if (index >= count) { rest.push_back(slot); continue; }
         memcpy(w.reg(slot), &w.wgmmas[index].values[(tag & 255) * LANES], LANES * 4);
-        w.def[slot] = w.wgmmas[index].defined[tag & 255];
+        w.def[slot] = ALL;
         w.tag[slot] = 0;
     }
     w.pending_slots = std::move(rest);
     w.wgmmas.erase(w.wgmmas.begin(), w.wgmmas.begin() + count);
     w.first_op += count;
-}
-
-void overwrite_dead(Warp& w, uint32_t at) {
-    for (WgmmaOp& op : w.wgmmas) {
-        if (op.done) continue;
-        for (size_t c = 0; c < op.a_chunks.size(); c++) op.a_dead[c] |= op.a_chunks[c] / 16 == at / 16;
-        for (size_t c = 0; c < op.b_chunks.size(); c++) op.b_dead[c] |= op.b_chunks[c] / 16 == at / 16;
-    }
 }
 
 bool decode_wgmma(Decoder& d) {
