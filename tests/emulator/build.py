@@ -48,7 +48,9 @@ class Compiled:
     @property
     def launcher(self) -> Path:
         """A shared object, with the emulator's driver inside it."""
-        return self.folder / "kernel.so"
+        driver = HERE / "driver.c"
+        key = (self.folder / "stamp").read_text(), driver.read_bytes(), cache.c_compiler()
+        return _build(f"{self.name}-launcher", key, lambda target: link(self.object_file, driver, target)) / "kernel.so"
 
     @property
     def ptx(self) -> str:
@@ -108,8 +110,7 @@ def core() -> Path:
 @functools.cache
 def compiled(config: KernelConfig) -> Compiled:
     """Compile a kernel, once for all processes and for as long as its sources stay as they are."""
-    driver = (HERE / "driver.c").read_bytes()
-    key = cache.fingerprint(), repr(config), sorted(cache.versions().items()), COMPILE, driver
+    key = cache.fingerprint(), repr(config), sorted(cache.versions().items()), COMPILE
     return Compiled(config.name, _build(config.name, key, lambda target: _compile(config, target)))
 
 
@@ -123,10 +124,9 @@ def _compile(config: KernelConfig, target: Path) -> None:
     (result.folder / "host_code.json").write_text(process.stdout.splitlines()[-1])
     (ptx,) = result.folder.glob("*.ptx")
     ptx.rename(result.folder / "kernel.ptx")
-    link(result.object_file, result.launcher)
 
 
-def link(object_file: Path, shared_object: Path) -> None:
-    """A launcher whose driver is the emulator's, linked in and hidden: no other library's can take its place."""
-    command = [*cache.c_compiler(), "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", str(shared_object)]
-    _run([*command, str(object_file), str(HERE / "driver.c")], "linking a launcher")
+def link(object_file: Path, driver: Path, target: Path) -> None:
+    """The driver is linked in and hidden, so that no other library's can take its place."""
+    command = [*cache.c_compiler(), "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", str(target / "kernel.so")]
+    _run([*command, str(object_file), str(driver)], "linking a launcher")

@@ -161,6 +161,12 @@ MISTAKES = {
     "an arrival left out": Mistake(
         edit(r"mbarrier\.arrive\.shared\.b64 %rd\d+, \[[^]]*\], %r\d+;", "", 12), ("deadlock",)
     ),
+    "words read, and given back by one lane for all": Mistake(
+        edit(rf"(ld\.shared{LINE}{GAP})bar\.warp\.sync \t-1;(\s*elect)", r"\1\2", every=True), ("race",)
+    ),
+    "P announced by one lane for all": Mistake(
+        edit(r"(fence\.proxy\.async[^\n]*\s*)bar\.warp\.sync \t-1;(\s*elect)", r"\1\2", every=True), ("race",)
+    ),
     "sums read without a barrier": Mistake(
         edit(r"bar\.sync \t1, 256;", "", every=True), ("race", "uninitialised shared memory")
     ),

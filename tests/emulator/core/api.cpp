@@ -27,9 +27,7 @@ static int report(char* out, size_t size, const std::string& kind, const std::st
 void* emulator_module(const char* ptx, char* out, size_t size) {
     try {
         return parse(ptx).release();
-    } catch (const Fault& f) {
-        report(out, size, f.kind, f.what);
-    } catch (const std::exception& e) {
+    } catch (const Fault& f) { report(out, size, f.kind, f.what); } catch (const std::exception& e) {
         report(out, size, "PTX", std::string("a statement that the emulator cannot read: ") + e.what());
     }
     return nullptr;
@@ -48,8 +46,8 @@ int emulator_params(void* module, const char* kernel, uint32_t* sizes, int room)
 }
 
 // params of a request: the parameters one behind the other, without padding. 0, or 1 and a report.
-int emulator_run(void* module, const LaunchRequest* requests, int count, const RegionRequest* regions, int region_count, uint64_t seed,
-                 uint64_t max_steps, uint64_t* steps, char* out, size_t size) {
+int emulator_run(void* module, const LaunchRequest* requests, int count, const RegionRequest* regions, int region_count,
+                 uint64_t seed, uint64_t max_steps, uint64_t* steps, char* out, size_t size) {
     Machine m;
     try {
         m.random.seed(uint32_t(seed * 2654435761u + 1));
@@ -57,14 +55,16 @@ int emulator_run(void* module, const LaunchRequest* requests, int count, const R
         // seed 0: a middle way; 1: everything late; 2: everything at once; others: by their own dice
         static const Policy fixed[] = {{0.3, 0.5, 400, 0}, {0.0, 0.0, 100000, 0}, {1.0, 1.0, 400, 0}};
         auto dice = [&](double from, double to) { return std::uniform_real_distribution<>(from, to)(m.random); };
-        m.policy = seed < 3 ? fixed[seed] : Policy{dice(0, 0.5), dice(0, 1), uint32_t(1) << (m.random() % 12), int(m.random() % 3)};
+        m.policy = seed < 3 ? fixed[seed]
+                            : Policy{dice(0, 0.5), dice(0, 1), uint32_t(1) << (m.random() % 12), int(m.random() % 3)};
         for (int k = 0; k < region_count; k++) {
             const RegionRequest& q = regions[k];
             Region r{q.begin, q.begin + q.bytes, q.writable != 0, {}, q.name};
             if (q.writable) r.shadow.assign((q.bytes + 3) / 4, q.written ? BEFORE_ALL : 0);
             m.regions.push_back(std::move(r));
         }
-        std::sort(m.regions.begin(), m.regions.end(), [](const Region& a, const Region& b) { return a.begin < b.begin; });
+        std::sort(m.regions.begin(), m.regions.end(),
+                  [](const Region& a, const Region& b) { return a.begin < b.begin; });
         auto& kernels = ((Module*)module)->kernels;
         for (int k = 0; k < count; k++) {
             const LaunchRequest& q = requests[k];
@@ -78,25 +78,33 @@ int emulator_run(void* module, const LaunchRequest* requests, int count, const R
             uint32_t threads = q.block[0] * q.block[1] * q.block[2];
             if (threads % LANES) fault("limits", "a block of %u threads, no multiple of %d", threads, LANES);
             const uint32_t* need = l->kernel->threads;
-            if (need[0] && memcmp(need, q.block, sizeof l->block)) fault("launch", "a block of %u threads for a kernel of %u", q.block[0], need[0]);
-            if (l->total % q.cluster) fault("launch", "%u CTAs are not a multiple of clusters of %u", l->total, q.cluster);
-            if (l->smem + l->kernel->static_smem > 232448) fault("launch", "%u bytes of shared memory; there are 232448", l->smem);
+            if (need[0] && memcmp(need, q.block, sizeof l->block))
+                fault("launch", "a block of %u threads for a kernel of %u", q.block[0], need[0]);
+            if (l->total % q.cluster)
+                fault("launch", "%u CTAs are not a multiple of clusters of %u", l->total, q.cluster);
+            if (l->smem + l->kernel->static_smem > 232448)
+                fault("launch", "%u bytes of shared memory; there are 232448", l->smem);
             l->param_storage.resize(l->kernel->param_bytes + 128);
             l->params = (uint8_t*)((uintptr_t(l->param_storage.data()) + 127) / 128 * 128);
             l->fences.assign(l->total * threads / LANES, 0);
             const uint8_t* p = q.params;
-            for (auto& param : l->kernel->params) { memcpy(&l->params[param.offset], p, param.size); p += param.size; }
+            for (auto& param : l->kernel->params) {
+                memcpy(&l->params[param.offset], p, param.size);
+                p += param.size;
+            }
             m.launches.push_back(std::move(l));
         }
         m.run();
         *steps = m.steps;
         return 0;
     } catch (const Fault& f) {
-        std::string where = !m.place.empty() ? "\nissued by " + m.place
-                          : m.current ? "\nin " + describe(*m.current, std::min<uint32_t>(m.current->now.pc ? m.current->now.pc - 1 : 0, m.current->kernel->code.size() - 1)) : "";
+        std::string where =
+            !m.place.empty() ? "\nissued by " + m.place
+            : m.current
+                ? "\nin " + describe(*m.current, std::min<uint32_t>(m.current->now.pc ? m.current->now.pc - 1 : 0,
+                                                                    m.current->kernel->code.size() - 1))
+                : "";
         return report(out, size, f.kind, f.what + where);
-    } catch (const std::exception& e) {
-        return report(out, size, "internal", e.what());
-    }
+    } catch (const std::exception& e) { return report(out, size, "internal", e.what()); }
 }
 }

@@ -1,43 +1,62 @@
-// Barriers and fences: PTX ISA 9.7.14.1 (bar), .3 (barrier.cluster), .4 (membar, fence), .15 (mbarrier), .16 (griddepcontrol).
+// Barriers and fences: PTX ISA 9.7.14.1 (bar), .3 (barrier.cluster), .4 (membar, fence), .15 (mbarrier), .16
+// (griddepcontrol).
 #include <algorithm>
 
 #include "emu.h"
 
 MBarrier& mbarrier_at(Warp& w, const Access& a) {
     auto found = a.cta->mbarriers.find(a.at);
-    if (found == a.cta->mbarriers.end()) fault("uninitialised shared memory", "there is no initialised mbarrier at smem+%u", a.at);
-    if (!before(w.known.seen, found->second.init)) fault("race", "the mbarrier at smem+%u is used, but its initialisation is not known to be over", a.at);
+    if (found == a.cta->mbarriers.end())
+        fault("uninitialised shared memory", "there is no initialised mbarrier at smem+%u", a.at);
+    if (!before(w.known.seen, found->second.init))
+        fault("race", "the mbarrier at smem+%u is used, but its initialisation is not known to be over", a.at);
     return found->second;
 }
 
 static void try_complete(Cta& cta, uint32_t at, MBarrier& bar) {
     if (bar.pending) return;
-    if (bar.tx < 0) fault("transaction count", "%lld bytes more than expected came to the mbarrier at smem+%u in its phase %u", -(long long)bar.tx, at, bar.phase);
+    if (bar.tx < 0)
+        fault("transaction count", "%lld bytes more than expected came to the mbarrier at smem+%u in its phase %u",
+              -(long long)bar.tx, at, bar.phase);
     if (bar.tx) return;
     bar.phase++;
     bar.pending = bar.count;
     bar.done.join(bar.arriving);
-    for (auto* clocks : {&bar.arriving.seen, &bar.arriving.fenced, &bar.arriving.lane_seen}) std::fill(clocks->begin(), clocks->end(), 0);
+    for (auto* clocks : {&bar.arriving.seen, &bar.arriving.fenced, &bar.arriving.lane_seen})
+        std::fill(clocks->begin(), clocks->end(), 0);
     bar.done.seen[bar.agent] = bar.phase;
     cta.launch->machine->events++;
 }
 
 static void change_tx(MBarrier& bar, uint32_t at, int64_t change) {
     bar.tx += change;
-    if (bar.tx > (1 << 20) - 1 || bar.tx < -(1 << 20) + 1) fault("transaction count", "the mbarrier at smem+%u has a tx-count of %lld", at, (long long)bar.tx);
+    if (bar.tx > (1 << 20) - 1 || bar.tx < -(1 << 20) + 1)
+        fault("transaction count", "the mbarrier at smem+%u has a tx-count of %lld", at, (long long)bar.tx);
 }
 
 void complete_tx(Cta& cta, uint32_t at, uint32_t bytes, uint32_t phase) {
     MBarrier& bar = cta.mbarriers.at(at);
     if (bar.phase != phase)
-        fault("transaction count", "%u bytes arrive at the mbarrier at smem+%u in phase %u, but were asked for in phase %u: it expected too few", bytes, at, bar.phase, phase);
+        fault("transaction count",
+              "%u bytes arrive at the mbarrier at smem+%u in phase %u, but were asked for in phase %u: it expected too "
+              "few",
+              bytes, at, bar.phase, phase);
     change_tx(bar, at, -int64_t(bytes));
     try_complete(cta, at, bar);
 }
 
 namespace {
 
-enum Flag : uint32_t { CLUSTER_WINDOW = 1, RELAXED = 2, EXPECT = 4, COUNTED = 8, PARITY = 16, STATE = 32, TRY = 64, DROP = 128 };
+enum Flag : uint32_t {
+    CLUSTER_WINDOW = 1,
+    RELAXED = 2,
+    EXPECT = 4,
+    COUNTED = 8,
+    PARITY = 16,
+    STATE = 32,
+    TRY = 64,
+    DROP = 128
+};
 
 void mbarrier_init(Warp& w, const Instr& i) {
     const uint32_t *at = w.in(i.a[0]), *count = w.in(i.a[1]);
@@ -45,8 +64,10 @@ void mbarrier_init(Warp& w, const Instr& i) {
     for (int l = 0; l < LANES; l++) {
         if (!(w.exec >> l & 1)) continue;
         Access a = shared_at(w, at[l] + uint32_t(i.imm), 8, 8, false);
-        if (count[l] < 1 || count[l] > (1 << 20) - 1) fault("barrier count", "mbarrier.init with a count of %u", count[l]);
-        if (cluster.next_mbarrier == cluster.agents) fault("limits", "the emulator follows no more mbarriers in a cluster");
+        if (count[l] < 1 || count[l] > (1 << 20) - 1)
+            fault("barrier count", "mbarrier.init with a count of %u", count[l]);
+        if (cluster.next_mbarrier == cluster.agents)
+            fault("limits", "the emulator follows no more mbarriers in a cluster");
         note_write(w, a, Proxy::generic, w.stamp(), nullptr);
         MBarrier& bar = w.cta->mbarriers[a.at];
         bar = MBarrier();
@@ -75,7 +96,8 @@ void mbarrier_arrive(Warp& w, const Instr& i) {  // a: address, state, count or 
         if (i.n & EXPECT) change_tx(bar, a.at, n[l]);
         state[l] = bar.phase;
         if (count < 1 || bar.pending < count)
-            fault("barrier count", "%u arrivals at the mbarrier at smem+%u, whose phase %u expects %u more of %u", count, a.at, bar.phase, bar.pending, bar.count);
+            fault("barrier count", "%u arrivals at the mbarrier at smem+%u, whose phase %u expects %u more of %u",
+                  count, a.at, bar.phase, bar.pending, bar.count);
         if (!(i.n & RELAXED)) publish(w, bar.arriving);
         bar.pending -= count;
         if (i.n & DROP) bar.count -= count;
@@ -111,8 +133,8 @@ void mbarrier_wait(Warp& w, const Instr& i) {  // a: predicate, address, parity 
     if (!p && i.n & TRY) {
         int l = w.first_lane();
         Access a = shared_at(w, at[l] + uint32_t(i.imm), 8, 8, false);
-        w.block("mbarrier at smem+%llu, whose phase %llu lacks %llu arrivals and %lld bytes", a.at, w.cta->mbarriers[a.at].phase,
-                w.cta->mbarriers[a.at].pending, w.cta->mbarriers[a.at].tx);
+        w.block("mbarrier at smem+%llu, whose phase %llu lacks %llu arrivals and %lld bytes", a.at,
+                w.cta->mbarriers[a.at].phase, w.cta->mbarriers[a.at].pending, w.cta->mbarriers[a.at].tx);
         return;
     }
     if (!p) w.stop = true;  // others go on before it asks again
@@ -136,7 +158,8 @@ void arrive_at(Warp& w, NamedBarrier& bar, uint32_t threads, uint32_t expected, 
 }
 
 enum Reduction : uint32_t { NOT_RED, RED_OR, RED_AND, RED_COUNT };
-void bar(Warp& w, const Instr& i) {  // n: 1 waits; m: reduction | negated << 2; a: id, threads or ALL, predicate, result
+void bar(Warp& w,
+         const Instr& i) {  // n: 1 waits; m: reduction | negated << 2; a: id, threads or ALL, predicate, result
     bool wait;
     aligned(w, wait);
     if (wait) return;
@@ -144,15 +167,21 @@ void bar(Warp& w, const Instr& i) {  // n: 1 waits; m: reduction | negated << 2;
     if (id > 15) fault("barrier count", "barrier %u; there are 16", id);
     NamedBarrier& bar = w.cta->named[id];
     if (!w.now.token) {
-        uint32_t all = uint32_t(w.cta->warps.size()) * LANES, expected = i.a[1] == ALL ? all : w.uniform(i.a[1], "the threads of a barrier");
-        if (expected % LANES || !expected || expected > all) fault("barrier count", "barrier %u of %u threads in a CTA of %u", id, expected, all);
+        uint32_t all = uint32_t(w.cta->warps.size()) * LANES,
+                 expected = i.a[1] == ALL ? all : w.uniform(i.a[1], "the threads of a barrier");
+        if (expected % LANES || !expected || expected > all)
+            fault("barrier count", "barrier %u of %u threads in a CTA of %u", id, expected, all);
         if (bar.arrived && bar.expected != expected)
-            fault("barrier count", "barrier %u is met for %u threads, and was for %u by those that wait there", id, expected, bar.expected);
+            fault("barrier count", "barrier %u is met for %u threads, and was for %u by those that wait there", id,
+                  expected, bar.expected);
         w.now.token = bar.generation + 1;
         if (i.m) bar.voted += __builtin_popcount(w.exec & (i.m & 4 ? ~w.pred(i.a[2]) : w.pred(i.a[2])));
         arrive_at(w, bar, LANES, expected, true);
     }
-    if (i.n && bar.generation < w.now.token) { w.block("barrier %llu, where %llu of %llu threads are", id, bar.arrived, bar.expected); return; }
+    if (i.n && bar.generation < w.now.token) {
+        w.block("barrier %llu, where %llu of %llu threads are", id, bar.arrived, bar.expected);
+        return;
+    }
     if (i.n) w.known.join(bar.done);
     w.now.token = 0;
     uint32_t red = i.m & 3;
@@ -187,13 +216,17 @@ void cluster_wait(Warp& w, const Instr& i) {
     if (wait) return;
     NamedBarrier& bar = w.cta->cluster->barrier;
     if (!w.cluster_wait) fault("barrier count", "barrier.cluster.wait without an arrive");
-    if (bar.generation < w.cluster_wait) { w.block("the barrier of the cluster, where %llu of %llu warps are", bar.arrived, bar.expected); return; }
+    if (bar.generation < w.cluster_wait) {
+        w.block("the barrier of the cluster, where %llu of %llu warps are", bar.arrived, bar.expected);
+        return;
+    }
     if (!(i.n & RELAXED)) w.known.join(bar.done);
     w.cluster_wait = 0;
 }
 
 void fence_inits(Warp& w) {
-    for (auto& [at, bar] : w.cta->mbarriers) if (before(w.known.seen, bar.init)) bar.fenced = true;
+    for (auto& [at, bar] : w.cta->mbarriers)
+        if (before(w.known.seen, bar.init)) bar.fenced = true;
 }
 void fence_proxy(Warp& w, const Instr&) {
     w.known.fenced = w.known.seen;
@@ -218,7 +251,10 @@ void dependency_wait(Warp& w, const Instr&) {
     Launch& launch = *w.cta->launch;
     if (launch.index && launch.dependent) {
         for (uint32_t k = 0; k < launch.index; k++)
-            if (!launch.machine->launches[k]->done()) { w.block("griddepcontrol.wait: launch %llu is not over", k); return; }
+            if (!launch.machine->launches[k]->done()) {
+                w.block("griddepcontrol.wait: launch %llu is not over", k);
+                return;
+            }
     }
     w.known.seen[w.cta->cluster->dependency] = 1;
     w.acquired = true;
@@ -231,15 +267,33 @@ bool decode_mbarrier(Decoder& d) {
     if (d.has("relaxed")) i.n |= RELAXED;
     if (d.has("parity")) i.n |= PARITY;
     const std::string& what = d.op[1];
-    if (what == "init") { i.a[0] = d.address(d.args.at(0), false); i.a[1] = d.slot(1, Type::b32); i.fn = mbarrier_init; return true; }
-    if (what == "inval") { i.a[0] = d.address(d.args.at(0), false); i.fn = mbarrier_inval; return true; }
+    if (what == "init") {
+        i.a[0] = d.address(d.args.at(0), false);
+        i.a[1] = d.slot(1, Type::b32);
+        i.fn = mbarrier_init;
+        return true;
+    }
+    if (what == "inval") {
+        i.a[0] = d.address(d.args.at(0), false);
+        i.fn = mbarrier_inval;
+        return true;
+    }
     if (what == "arrive" || what == "arrive_drop") {
         if (d.has("noComplete")) return false;
         bool state = d.args.at(0).kind != Operand::mem;
-        if (state && d.args[0].kind == Operand::reg) { i.a[1] = d.slot(0, Type::b64); i.n |= STATE; }
+        if (state && d.args[0].kind == Operand::reg) {
+            i.a[1] = d.slot(0, Type::b64);
+            i.n |= STATE;
+        }
         i.a[0] = d.address(d.args.at(state), false);
-        if (d.args.size() > size_t(state) + 1) { i.a[2] = d.slot(size_t(state) + 1, Type::b32); i.n |= COUNTED; }
-        if (d.has("expect_tx")) { if (!(i.n & COUNTED)) return false; i.n |= EXPECT; }
+        if (d.args.size() > size_t(state) + 1) {
+            i.a[2] = d.slot(size_t(state) + 1, Type::b32);
+            i.n |= COUNTED;
+        }
+        if (d.has("expect_tx")) {
+            if (!(i.n & COUNTED)) return false;
+            i.n |= EXPECT;
+        }
         if (what == "arrive_drop") i.n |= DROP;
         i.fn = mbarrier_arrive;
         return true;
@@ -265,11 +319,18 @@ bool decode_mbarrier(Decoder& d) {
 bool decode_fence(Decoder& d) {
     Instr& i = d.out;
     if (d.has("proxy")) {
-        if (d.has("tensormap::generic") || d.has("alias")) { i.fn = nothing; return true; }
-        i.fn = d.has("async") && d.has("global") ? nothing : fence_proxy;  // the emulator does not follow it for global memory
+        if (d.has("tensormap::generic") || d.has("alias")) {
+            i.fn = nothing;
+            return true;
+        }
+        i.fn = d.has("async") && d.has("global") ? nothing
+                                                 : fence_proxy;  // the emulator does not follow it for global memory
         return d.has("async") || d.has("async::generic") || d.has("async.shared::cta") || d.has("async.global");
     }
-    if (d.has("mbarrier_init")) { i.fn = fence_init; return true; }
+    if (d.has("mbarrier_init")) {
+        i.fn = fence_init;
+        return true;
+    }
     if (!d.has("acq_rel") && !d.has("sc") && d.op[0] == "fence") return false;
     i.n = d.has("gpu") || d.has("gl") || d.has("sys");
     i.fn = fence;
@@ -292,7 +353,11 @@ bool decode_barrier(Decoder& d) {
         i.fn = d.has("arrive") ? cluster_arrive : d.has("wait") ? cluster_wait : nullptr;
         return i.fn;
     }
-    if (op == "bar" && d.has("warp")) { i.a[0] = d.slot(0, Type::b32); i.fn = bar_warp; return true; }
+    if (op == "bar" && d.has("warp")) {
+        i.a[0] = d.slot(0, Type::b32);
+        i.fn = bar_warp;
+        return true;
+    }
     if ((op == "bar" || op == "barrier") && d.has("red")) {
         bool count = d.args.size() == 4;
         Operand& vote = d.args.at(count ? 3 : 2);

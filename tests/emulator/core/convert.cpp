@@ -3,7 +3,12 @@
 
 #include "emu.h"
 
-float from_bf16(uint16_t v) { uint32_t b = uint32_t(v) << 16; float f; memcpy(&f, &b, 4); return f; }
+float from_bf16(uint16_t v) {
+    uint32_t b = uint32_t(v) << 16;
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
+}
 
 // A format of `exponent` and `mantissa` bits; the highest exponent holds infinities and NaN unless it is e4m3's.
 static float widen(uint32_t v, int exponent, int mantissa, bool finite) {
@@ -12,7 +17,9 @@ static float widen(uint32_t v, int exponent, int mantissa, bool finite) {
     float r;
     if (finite && e == (1u << exponent) - 1 && m == (1u << mantissa) - 1) r = NAN;
     else if (!finite && e == (1u << exponent) - 1) r = m ? NAN : INFINITY;
-    else r = e ? std::ldexp(float(m + (1u << mantissa)), int(e) - bias - mantissa) : std::ldexp(float(m), 1 - bias - mantissa);
+    else
+        r = e ? std::ldexp(float(m + (1u << mantissa)), int(e) - bias - mantissa)
+              : std::ldexp(float(m), 1 - bias - mantissa);
     return v >> (exponent + mantissa) & 1 ? -r : r;
 }
 
@@ -36,7 +43,10 @@ static uint32_t narrow(double v, int exponent, int mantissa, bool finite, bool e
 }
 
 static float half_table[65536];
-static const bool half_table_made = [] { for (int v = 0; v < 65536; v++) half_table[v] = widen(v, 5, 10, false); return true; }();
+static const bool half_table_made = [] {
+    for (int v = 0; v < 65536; v++) half_table[v] = widen(v, 5, 10, false);
+    return true;
+}();
 float from_f16(uint16_t v) { return half_table[v]; }
 float from_e4m3(uint8_t v) { return widen(v, 4, 3, true); }
 float from_e5m2(uint8_t v) { return widen(v, 5, 2, false); }
@@ -59,7 +69,10 @@ template <bool bf16> void pair_of_floats(Warp& w, const Instr& i) {  // d = {b l
     uint32_t out[LANES];
     for (int l = 0; l < LANES; l++) {
         float hi = lane<float>(a, l), lo = lane<float>(b, l);
-        if (i.n) { hi = hi > 0 || hi != hi ? hi : 0; lo = lo > 0 || lo != lo ? lo : 0; }
+        if (i.n) {
+            hi = hi > 0 || hi != hi ? hi : 0;
+            lo = lo > 0 || lo != lo ? lo : 0;
+        }
         out[l] = bf16 ? uint32_t(bf16_of(hi)) << 16 | bf16_of(lo) : uint32_t(to_f16(hi)) << 16 | to_f16(lo);
     }
     write(w, i.a[0], out);
@@ -69,7 +82,8 @@ void to_fp8x2(Warp& w, const Instr& i) {  // n: 1 e5m2; m: 1 from a packed f16x2
     const uint32_t *a = w.in(i.a[1]), *b = i.m ? a : w.in(i.a[2]);
     uint32_t out[LANES];
     for (int l = 0; l < LANES; l++) {
-        float hi = i.m ? from_f16(a[l] >> 16) : lane<float>(a, l), lo = i.m ? from_f16(a[l] & 0xffff) : lane<float>(b, l);
+        float hi = i.m ? from_f16(a[l] >> 16) : lane<float>(a, l),
+              lo = i.m ? from_f16(a[l] & 0xffff) : lane<float>(b, l);
         out[l] = i.n ? uint32_t(to_e5m2(hi)) << 8 | to_e5m2(lo) : uint32_t(to_e4m3(hi)) << 8 | to_e4m3(lo);
     }
     write(w, i.a[0], out);
@@ -91,14 +105,28 @@ bool is_signed(Type t) { return t == Type::s8 || t == Type::s16 || t == Type::s3
 double float_of(Type t, uint64_t v) {
     if (t == Type::f16) return from_f16(v);
     if (t == Type::bf16) return from_bf16(v);
-    if (t == Type::f64) { double d; memcpy(&d, &v, 8); return d; }
-    uint32_t b = v; float f; memcpy(&f, &b, 4); return f;
+    if (t == Type::f64) {
+        double d;
+        memcpy(&d, &v, 8);
+        return d;
+    }
+    uint32_t b = v;
+    float f;
+    memcpy(&f, &b, 4);
+    return f;
 }
 uint64_t float_bits(Type t, double v) {
     if (t == Type::f16) return to_f16(v);
     if (t == Type::bf16) return to_bf16(v);
-    if (t == Type::f64) { uint64_t b; memcpy(&b, &v, 8); return b; }
-    float f = float(v); uint32_t b; memcpy(&b, &f, 4); return b;
+    if (t == Type::f64) {
+        uint64_t b;
+        memcpy(&b, &v, 8);
+        return b;
+    }
+    float f = float(v);
+    uint32_t b;
+    memcpy(&b, &f, 4);
+    return b;
 }
 int64_t extend(uint64_t v, int bits, bool sign) {
     if (bits == 64) return v;
@@ -118,18 +146,36 @@ void convert(Warp& w, const Instr& i) {
         int bits = bits_of(to);
         if (is_float(from)) {
             double v = float_of(from, raw);
-            if (is_float(to)) { out[l] = float_bits(to, sat ? (v != v || v < 0 ? 0 : v > 1 ? 1 : v) : v); continue; }
-            v = v != v ? 0 : how == 1 ? std::trunc(v) : how == 2 ? std::floor(v) : how == 3 ? std::ceil(v) : std::nearbyint(v);
-            double low = is_signed(to) ? -std::ldexp(1, bits - 1) : 0, high = std::ldexp(1, is_signed(to) ? bits - 1 : bits);
-            out[l] = v <= low ? uint64_t(int64_t(low)) : v >= high ? (is_signed(to) ? (1ull << (bits - 1)) - 1 : bits == 64 ? ~0ull : (1ull << bits) - 1)
-                   : is_signed(to) ? uint64_t(int64_t(v)) : uint64_t(v);
+            if (is_float(to)) {
+                out[l] = float_bits(to, sat ? (v != v || v < 0 ? 0 : v > 1 ? 1 : v) : v);
+                continue;
+            }
+            v = v != v     ? 0
+                : how == 1 ? std::trunc(v)
+                : how == 2 ? std::floor(v)
+                : how == 3 ? std::ceil(v)
+                           : std::nearbyint(v);
+            double low = is_signed(to) ? -std::ldexp(1, bits - 1) : 0,
+                   high = std::ldexp(1, is_signed(to) ? bits - 1 : bits);
+            out[l] = v <= low        ? uint64_t(int64_t(low))
+                     : v >= high     ? (is_signed(to) ? (1ull << (bits - 1)) - 1
+                                        : bits == 64  ? ~0ull
+                                                      : (1ull << bits) - 1)
+                     : is_signed(to) ? uint64_t(int64_t(v))
+                                     : uint64_t(v);
         } else {
             int64_t v = extend(raw, bits_of(from), is_signed(from));
-            if (is_float(to)) { out[l] = float_bits(to, is_signed(from) || !wide_in ? double(v) : double(uint64_t(v))); continue; }
+            if (is_float(to)) {
+                out[l] = float_bits(to, is_signed(from) || !wide_in ? double(v) : double(uint64_t(v)));
+                continue;
+            }
             out[l] = extend(v, bits, is_signed(to));  // a narrow value is extended to its register
         }
     }
-    if (wide_out) { write(w, i.a[0], out); return; }
+    if (wide_out) {
+        write(w, i.a[0], out);
+        return;
+    }
     uint32_t low[LANES];
     for (int l = 0; l < LANES; l++) low[l] = bits_of(to) <= 16 ? out[l] & 0xffff : out[l];
     write(w, i.a[0], low);
@@ -143,7 +189,13 @@ bool decode_convert(Decoder& d) {
     if (d.op[0] != "cvt") return false;
     Instr& i = d.out;
     Type from = d.type(0), to = d.type(1);
-    auto slots = [&](std::initializer_list<Type> types) { int k = 0; for (Type x : types) { i.a[k] = d.slot(k, x); k++; } };
+    auto slots = [&](std::initializer_list<Type> types) {
+        int k = 0;
+        for (Type x : types) {
+            i.a[k] = d.slot(k, x);
+            k++;
+        }
+    };
     bool fp8_out = to == Type::e4m3x2 || to == Type::e5m2x2, fp8_in = from == Type::e4m3x2 || from == Type::e5m2x2;
     if ((to == Type::f16x2 || to == Type::bf16x2) && from == Type::f32 && d.has("rn")) {
         if (d.has("satfinite")) return false;
@@ -156,7 +208,8 @@ bool decode_convert(Decoder& d) {
         i.n = to == Type::e5m2x2;
         i.m = from == Type::f16x2;
         i.fn = to_fp8x2;
-        if (i.m) slots({Type::b16, Type::b32}); else slots({Type::b16, Type::b32, Type::b32});
+        if (i.m) slots({Type::b16, Type::b32});
+        else slots({Type::b16, Type::b32, Type::b32});
         return true;
     }
     if (fp8_in && to == Type::f16x2 && !d.has("relu")) {
@@ -167,7 +220,9 @@ bool decode_convert(Decoder& d) {
     }
     if (from == Type::none || to == Type::none || fp8_out || fp8_in || d.has("relu")) return false;
     bool floats = is_float(from) && is_float(to);
-    if (floats && (d.has("rz") || d.has("rm") || d.has("rp") || d.has("rni") || d.has("rzi") || d.has("rmi") || d.has("rpi"))) return false;
+    if (floats &&
+        (d.has("rz") || d.has("rm") || d.has("rp") || d.has("rni") || d.has("rzi") || d.has("rmi") || d.has("rpi")))
+        return false;
     uint32_t how = d.has("rzi") ? 1 : d.has("rmi") ? 2 : d.has("rpi") ? 3 : 0;
     i.n = uint32_t(to) | uint32_t(from) << 8 | how << 16 | uint32_t(d.has("sat")) << 20;
     if (d.has("sat") && !floats) return false;

@@ -1,84 +1,8 @@
 // Loads, stores, atomics, cp.async, addresses: PTX ISA 9.7.9 (data movement), 9.7.13 (atom, red).
-//
-// A word of global memory that a launch may write remembers its last writer: launch + 1, warp of the launch, and how often
-// that warp had fenced (gpu scope) before. From that: reads of what nobody wrote, and reads across launches or CTAs that
-// neither griddepcontrol.wait nor a fence with an acquire orders.
 #include <algorithm>
 #include <set>
 
 #include "emu.h"
-
-Region& region_at(Machine& m, uint64_t address, uint64_t bytes) {
-    uint8_t* p = (uint8_t*)address;
-    auto after = std::upper_bound(m.regions.begin(), m.regions.end(), p, [](uint8_t* q, const Region& r) { return q < r.begin; });
-    if (after != m.regions.begin()) {
-        Region& r = *(after - 1);
-        if (p + bytes <= r.end) return r;
-        if (p < r.end) fault("out of bounds", "%llu bytes of global memory begin %td bytes before the end of %s", (unsigned long long)bytes, r.end - p, r.name.c_str());
-        fault("out of bounds", "global memory at %#llx, %td bytes behind %s", (unsigned long long)address, p - r.end, r.name.c_str());
-    }
-    fault("out of bounds", "global memory at %#llx, before all that was given", (unsigned long long)address);
-}
-
-static uint64_t shadow_of(Warp& w) {
-    return uint64_t(w.cta->launch->index + 1) << 56 | uint64_t(w.global_id) << 32 | w.fences;
-}
-
-static bool ordered(Warp& w, uint64_t s, bool acquire, std::string& why) {
-    if (s == BEFORE_ALL) return true;
-    Launch& launch = *w.cta->launch;
-    uint32_t index = uint32_t(s >> 56) - 1, writer = s >> 32 & 0xffffff, fences = uint32_t(s);
-    if (index != launch.index) {
-        if (!launch.dependent || w.known.seen[w.cta->cluster->dependency]) return true;
-        why = "the launch before";
-    } else {
-        if (writer / uint32_t(w.cta->warps.size()) == w.cta->number) return true;
-        why = "another CTA";
-    }
-    Launch& from = *launch.machine->launches[index];
-    return from.fences[writer] > fences && (acquire || w.acquired);
-}
-
-static void aligned_global(uint64_t address, uint32_t bytes, uint32_t align) {
-    if (address % align) fault("misaligned", "%u bytes of global memory at %#llx need an alignment of %u", bytes, (unsigned long long)address, align);
-}
-
-// undefined: told, instead of a fault, that a part was never written.
-uint8_t* global_read(Warp& w, uint64_t address, uint32_t bytes, uint32_t align, bool acquire, bool* undefined) {
-    aligned_global(address, bytes, align);
-    Region& r = region_at(machine(w), address, bytes);
-    uint8_t* p = (uint8_t*)address;
-    if (r.writable) {
-        for (size_t k = (p - r.begin) / 4; k <= size_t(p + bytes - 1 - r.begin) / 4; k++) {
-            if (!r.shadow[k]) {
-                if (!undefined) fault("uninitialised global memory", "%s, byte %zu, is read and was never written", r.name.c_str(), 4 * k);
-                *undefined = true;
-                continue;
-            }
-            std::string why;
-            if (!ordered(w, r.shadow[k], acquire, why))
-                fault("grid dependency", "%s, byte %zu, was written by %s: neither griddepcontrol.wait nor a fence and an acquire orders this read behind it",
-                      r.name.c_str(), 4 * k, why.c_str());
-        }
-    }
-    return p;
-}
-
-uint8_t* global_write(Warp& w, uint64_t address, uint32_t bytes, uint32_t align, const uint8_t* value) {
-    aligned_global(address, bytes, align);
-    Region& r = region_at(machine(w), address, bytes);
-    if (!r.writable) fault("out of bounds", "a write to %s, which is an input", r.name.c_str());
-    uint8_t* p = (uint8_t*)address;
-    for (size_t k = (p - r.begin) / 4; k <= size_t(p + bytes - 1 - r.begin) / 4; k++) {
-        std::string why;
-        size_t first = std::max<size_t>(4 * k, p - r.begin), end = std::min<size_t>(4 * k + 4, p - r.begin + bytes);
-        if (r.shadow[k] && memcmp(r.begin + first, value + first - (p - r.begin), end - first) && !ordered(w, r.shadow[k], false, why))
-            fault("grid dependency", "%s, byte %zu, was written by %s, and nothing orders this write behind that", r.name.c_str(), 4 * k, why.c_str());
-        r.shadow[k] = shadow_of(w);
-    }
-    memcpy(p, value, bytes);
-    return p;
-}
 
 namespace {
 
@@ -102,7 +26,14 @@ struct Shape {
     uint32_t space, flags, element, count, bytes, container;
     bool sign, wide;
     explicit Shape(const Instr& i)
-        : space(i.n & 7), flags(i.n), element(i.m & 255), count(i.m >> 8 & 255), bytes(element * count), container(i.m >> 20), sign(i.m >> 16 & 1), wide(i.m >> 17 & 1) {}
+        : space(i.n & 7),
+          flags(i.n),
+          element(i.m & 255),
+          count(i.m >> 8 & 255),
+          bytes(element * count),
+          container(i.m >> 20),
+          sign(i.m >> 16 & 1),
+          wide(i.m >> 17 & 1) {}
 };
 
 void load(Warp& w, const Instr& i) {
@@ -125,7 +56,8 @@ void load(Warp& w, const Instr& i) {
             aligned_global(address, s.bytes, s.bytes);
             for (uint32_t k = 0; k < s.count; k++) {  // of a vector some elements may be undefined, and not used
                 bool none = false;
-                const uint8_t* p = global_read(w, address + k * s.element, s.element, s.element, s.flags & ACQUIRE, &none);
+                const uint8_t* p =
+                    global_read(w, address + k * s.element, s.element, s.element, s.flags & ACQUIRE, &none);
                 memcpy(data[l] + k * s.element, p, s.element);
                 undefined[k] |= uint32_t(none) << l;
             }
@@ -212,18 +144,26 @@ template <class T> void atom(Warp& w, const Instr& i) {  // imm, a[0]: address; 
         }
         memcpy(&out[l], p, sizeof(T));
         T v = atomic(op, out[l], lane<T>(b, l), lane<T>(c, l));
-        if (shared) { note_read(w, a, Proxy::generic, w.stamp()); }  // atomics race with nothing but plain accesses: not modelled
-        else for (size_t k = 0; k < sizeof(T) / 4; k++) r->shadow[(p - r->begin) / 4 + k] = shadow_of(w);
+        if (shared) {
+            note_read(w, a, Proxy::generic, w.stamp());
+        }  // atomics race with nothing but plain accesses: not modelled
+        else
+            for (size_t k = 0; k < sizeof(T) / 4; k++) r->shadow[(p - r->begin) / 4 + k] = shadow_of(w);
         memcpy(p, &v, sizeof(T));
     }
     if (i.a[1] != ALL) write(w, i.a[1], out);
 }
 
-// ---- cp.async: in the generic proxy, 16, 8 or 4 bytes a lane (9.7.9.25.3) --------------------------------------------
+// ---- cp.async: in the generic proxy, 16, 8 or 4 bytes a lane (9.7.9.25.3)
+// --------------------------------------------
 
 void cp_async(Warp& w, const Instr& i) {  // n: bytes; a: target, source, size read or ALL; m: the source's offset
     const uint32_t *to = w.in(i.a[0]), *from = w.in(i.a[1]), *size = i.a[2] == ALL ? nullptr : w.in(i.a[2]);
-    struct Copy { uint32_t at; uint64_t from; uint32_t bytes; };
+    struct Copy {
+        uint32_t at;
+        uint64_t from;
+        uint32_t bytes;
+    };
     auto copies = std::make_shared<std::vector<Copy>>();
     for (int l = 0; l < LANES; l++) {
         if (!(w.exec >> l & 1)) continue;
@@ -238,15 +178,21 @@ void cp_async(Warp& w, const Instr& i) {  // n: bytes; a: target, source, size r
     Cta* cta = w.cta;
     uint32_t whole = i.n;
     w.copies.push_back({w.cp_next, [cta, copies, whole] {
-        for (auto& c : *copies) {
-            memset(&cta->smem[c.at], 0, whole);
-            memcpy(&cta->smem[c.at], (void*)c.from, c.bytes);
-        }
-    }});
-    if (machine(w).chance(machine(w).policy.now)) { w.copies.back().read(); w.copies.pop_back(); }
+                            for (auto& c : *copies) {
+                                memset(&cta->smem[c.at], 0, whole);
+                                memcpy(&cta->smem[c.at], (void*)c.from, c.bytes);
+                            }
+                        }});
+    if (machine(w).chance(machine(w).policy.now)) {
+        w.copies.back().read();
+        w.copies.pop_back();
+    }
 }
 
-void cp_commit(Warp& w, const Instr&) { w.cp_next++; w.cp_open = 0; }
+void cp_commit(Warp& w, const Instr&) {
+    w.cp_next++;
+    w.cp_open = 0;
+}
 void cp_wait(Warp& w, const Instr& i) {  // n: groups that may be under way; m: wait_all
     uint32_t upto = i.m ? w.cp_next : w.cp_next - 1 - std::min(w.cp_next - 1, i.n);
     finish_copies(w, upto);
@@ -276,7 +222,9 @@ void mapa(Warp& w, const Instr& i) {  // n: 1 for 32-bit shared::cluster address
 }
 
 bool qualifiers(Decoder& d, uint32_t& n, uint32_t& count) {
-    static const std::set<std::string> harmless = {"weak", "relaxed", "volatile", "gpu", "sys", "cta", "cluster", "ca", "cg", "cs", "cv", "lu", "wb", "wt", "nc", "sync", "async"};
+    static const std::set<std::string> harmless = {"weak",    "relaxed", "volatile", "gpu",  "sys",  "cta",
+                                                   "cluster", "ca",      "cg",       "cs",   "cv",   "lu",
+                                                   "wb",      "wt",      "nc",       "sync", "async"};
     n = GENERIC_SPACE;
     count = 1;
     for (size_t k = 1; k < d.op.size(); k++) {
@@ -290,15 +238,16 @@ bool qualifiers(Decoder& d, uint32_t& n, uint32_t& count) {
         else if (p == "acq_rel") n |= ACQUIRE | RELEASE;
         else if (p == "v2") count = 2;
         else if (p == "v4") count = 4;
-        else if (type_of(p) != Type::none || harmless.count(p) || p.rfind("L1::", 0) == 0 || p.rfind("L2::", 0) == 0) {}
-        else return false;
+        else if (type_of(p) != Type::none || harmless.count(p) || p.rfind("L1::", 0) == 0 || p.rfind("L2::", 0) == 0) {
+        } else return false;
     }
     return true;
 }
 
 bool is_wide(const Operand& memory, uint32_t space) {
     const Operand& base = memory.items.at(0);
-    return space == GLOBAL || space == PARAM || space == GENERIC_SPACE || (base.kind == Operand::reg && bits_of(base.type) == 64);
+    return space == GLOBAL || space == PARAM || space == GENERIC_SPACE ||
+           (base.kind == Operand::reg && bits_of(base.type) == 64);
 }
 
 bool decode_ldst(Decoder& d, bool is_load) {
@@ -312,13 +261,17 @@ bool decode_ldst(Decoder& d, bool is_load) {
     i.a[0] = d.address(memory, wide);
     uint32_t element = bits_of(t) / 8, container = 0;
     auto one = [&](const Operand& o) {
-        if (o.kind == Operand::none) { i.list.push_back(ALL); return; }
+        if (o.kind == Operand::none) {
+            i.list.push_back(ALL);
+            return;
+        }
         Type as = o.kind == Operand::reg ? o.type : t;  // a wider register takes a narrow value
         if (bits_of(as) < bits_of(t)) fault("PTX", "line %u: %s is too narrow", i.line, o.name.c_str());
         container = bits_of(as) == 64 ? 8 : bits_of(as) == 32 ? 4 : 2;
         i.list.push_back(d.slot(o, as));
     };
-    if (value.kind == Operand::list) for (auto& o : value.items) one(o);
+    if (value.kind == Operand::list)
+        for (auto& o : value.items) one(o);
     else one(value);
     if (i.list.size() != count) return false;
     bool sign = t == Type::s8 || t == Type::s16 || t == Type::s32 || t == Type::s64;
@@ -328,13 +281,18 @@ bool decode_ldst(Decoder& d, bool is_load) {
 }
 
 bool decode_atom(Decoder& d, bool red) {
-    static const std::map<std::string, uint32_t> ops = {{"add", A_ADD}, {"min", A_MIN}, {"max", A_MAX}, {"and", A_AND}, {"or", A_OR},
-                                                        {"xor", A_XOR}, {"exch", A_EXCH}, {"cas", A_CAS}, {"inc", A_INC}, {"dec", A_DEC}};
+    static const std::map<std::string, uint32_t> ops = {
+        {"add", A_ADD}, {"min", A_MIN},   {"max", A_MAX}, {"and", A_AND}, {"or", A_OR},
+        {"xor", A_XOR}, {"exch", A_EXCH}, {"cas", A_CAS}, {"inc", A_INC}, {"dec", A_DEC}};
     Instr& i = d.out;
     Type t = d.type();
     uint32_t op = ALL, count;
     std::vector<std::string> kept;
-    for (auto& p : d.op) { auto f = ops.find(p); if (f != ops.end()) op = f->second; else kept.push_back(p); }
+    for (auto& p : d.op) {
+        auto f = ops.find(p);
+        if (f != ops.end()) op = f->second;
+        else kept.push_back(p);
+    }
     d.op = kept;
     if (op == ALL || !qualifiers(d, i.n, count) || count != 1) return false;
     const Operand& memory = d.args.at(red ? 0 : 1);
@@ -344,15 +302,21 @@ bool decode_atom(Decoder& d, bool red) {
     i.a[2] = d.slot(red ? 1 : 2, t);
     if (op == A_CAS) i.a[3] = d.slot(3, t);
     i.m = op | uint32_t(wide) << 17;
-    i.fn = t == Type::s32 ? atom<int32_t> : t == Type::u32 || t == Type::b32 ? atom<uint32_t> : t == Type::u64 || t == Type::b64 ? atom<uint64_t>
-         : t == Type::f32 ? atom<float> : nullptr;
+    i.fn = t == Type::s32                     ? atom<int32_t>
+           : t == Type::u32 || t == Type::b32 ? atom<uint32_t>
+           : t == Type::u64 || t == Type::b64 ? atom<uint64_t>
+           : t == Type::f32                   ? atom<float>
+                                              : nullptr;
     return i.fn;
 }
 
 }  // namespace
 
 void finish_copies(Warp& w, uint32_t group) {
-    while (!w.copies.empty() && w.copies.front().group <= group) { w.copies.front().read(); w.copies.pop_front(); }
+    while (!w.copies.empty() && w.copies.front().group <= group) {
+        w.copies.front().read();
+        w.copies.pop_front();
+    }
     uint32_t& seen = w.known.seen[w.agent + CPASYNC];
     seen = std::max(seen, group);
 }
@@ -374,18 +338,35 @@ bool decode_memory(Decoder& d) {
     if (op == "mapa") {
         i.n = d.has("shared::cluster");
         Type t = i.n ? Type::b32 : Type::b64;
-        i.a[0] = d.slot(0, t); i.a[1] = d.slot(1, t); i.a[2] = d.slot(2, Type::b32);
+        i.a[0] = d.slot(0, t);
+        i.a[1] = d.slot(1, t);
+        i.a[2] = d.slot(2, Type::b32);
         i.fn = mapa;
         return true;
     }
-    if (op == "prefetch" || op == "prefetchu" || op == "applypriority" || op == "discard") { i.fn = prefetch; return op[0] == 'p'; }
+    if (op == "prefetch" || op == "prefetchu" || op == "applypriority" || op == "discard") {
+        i.fn = prefetch;
+        return op[0] == 'p';
+    }
     if (op == "cp" && d.has("async") && !d.has("bulk")) {
-        if (d.has("commit_group")) { i.fn = cp_commit; return true; }
-        if (d.has("wait_all")) { i.fn = cp_wait; i.m = 1; return true; }
-        if (d.has("wait_group")) { i.fn = cp_wait; i.n = d.args.at(0).bits; return true; }
+        if (d.has("commit_group")) {
+            i.fn = cp_commit;
+            return true;
+        }
+        if (d.has("wait_all")) {
+            i.fn = cp_wait;
+            i.m = 1;
+            return true;
+        }
+        if (d.has("wait_group")) {
+            i.fn = cp_wait;
+            i.n = d.args.at(0).bits;
+            return true;
+        }
         if (!(d.has("ca") || d.has("cg")) || !d.has("global") || d.has("mbarrier")) return false;
         size_t last = d.args.size();
-        for (auto& p : d.op) if (p == "L2::cache_hint") last--;
+        for (auto& p : d.op)
+            if (p == "L2::cache_hint") last--;
         i.a[1] = d.address(d.args.at(1), true);
         i.m = uint32_t(i.imm);
         i.a[0] = d.address(d.args.at(0), false);

@@ -1,63 +1,30 @@
 // PTX text to decoded kernels. PTX ISA, chapters 4 (syntax), 5 (state spaces, types), 6 (operands), 11 (directives).
 #include <algorithm>
-#include <cstdarg>
 
 #include "emu.h"
 
-const std::vector<Decode> SECTIONS = {decode_warp,   decode_arith, decode_float, decode_convert,
-                                      decode_memory, decode_barrier, decode_tma, decode_wgmma};
-
-std::string text(const char* format, ...) {
-    char buffer[1500];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    return buffer;
-}
-
-void fault(const char* kind, const char* format, ...) {
-    char buffer[1500];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(buffer, sizeof buffer, format, args);
-    va_end(args);
-    throw Fault{kind, buffer};
-}
-
-static const std::pair<const char*, Type> TYPES[] = {
-    {"pred", Type::pred}, {"b8", Type::b8},     {"u8", Type::u8},     {"s8", Type::s8},         {"b16", Type::b16},
-    {"u16", Type::u16},   {"s16", Type::s16},   {"f16", Type::f16},   {"bf16", Type::bf16},     {"b32", Type::b32},
-    {"u32", Type::u32},   {"s32", Type::s32},   {"f32", Type::f32},   {"f16x2", Type::f16x2},   {"bf16x2", Type::bf16x2},
-    {"b64", Type::b64},   {"u64", Type::u64},   {"s64", Type::s64},   {"f64", Type::f64},       {"e4m3x2", Type::e4m3x2},
-    {"e5m2x2", Type::e5m2x2}, {"b128", Type::b128}};
-
-Type type_of(const std::string& name) {
-    for (auto& [known, type] : TYPES) if (name == known) return type;
-    return Type::none;
-}
-
-int bits_of(Type type) {
-    switch (type) {
-        case Type::pred: return 1;
-        case Type::b8: case Type::u8: case Type::s8: return 8;
-        case Type::b16: case Type::u16: case Type::s16: case Type::f16: case Type::bf16: case Type::e4m3x2: case Type::e5m2x2: return 16;
-        case Type::b64: case Type::u64: case Type::s64: case Type::f64: return 64;
-        case Type::b128: return 128;
-        default: return 32;
-    }
-}
+const std::vector<Decode> SECTIONS = {decode_warp,   decode_select,  decode_arith, decode_float, decode_convert,
+                                      decode_memory, decode_barrier, decode_tma,   decode_wgmma};
 
 namespace {
 
-struct Register { uint32_t slot; Type type; };
-struct Range { uint32_t first, count; Type type; };  // %r<4706>: numbered from 0
+struct Register {
+    uint32_t slot;
+    Type type;
+};
+struct Range {
+    uint32_t first, count;
+    Type type;
+};  // %r<4706>: numbered from 0
 struct Scope {
     std::map<std::string, Register> registers;
     std::map<std::string, Range> ranges;
     int id;
 };
-struct Symbol { bool param; uint64_t at; };
+struct Symbol {
+    bool param;
+    uint64_t at;
+};
 
 bool name_char(char c) { return isalnum((unsigned char)c) || c == '_' || c == '$' || c == '%'; }
 
@@ -72,7 +39,7 @@ struct Parser {
     std::vector<Scope> scopes;
     int next_scope = 0;
     std::map<std::string, Symbol> symbols;
-    std::map<std::string, uint32_t> labels;  // "name#scope"
+    std::map<std::string, uint32_t> labels;                  // "name#scope"
     std::vector<std::pair<uint32_t, std::string>> branches;  // instruction, candidates of labels joined by newlines
     std::map<std::pair<uint64_t, bool>, uint32_t> constants;
     std::map<std::string, uint32_t> specials;
@@ -83,18 +50,33 @@ struct Parser {
 
     void space() {
         while (at < s.size()) {
-            if (s[at] == '\n') { line++; at++; }
-            else if (isspace((unsigned char)s[at])) at++;
-            else if (s.compare(at, 2, "//") == 0) { while (at < s.size() && s[at] != '\n') at++; }
-            else if (s.compare(at, 2, "/*") == 0) {
-                while (s.compare(at, 2, "*/") != 0) { if (s[at] == '\n') line++; at++; }
+            if (s[at] == '\n') {
+                line++;
+                at++;
+            } else if (isspace((unsigned char)s[at])) at++;
+            else if (s.compare(at, 2, "//") == 0) {
+                while (at < s.size() && s[at] != '\n') at++;
+            } else if (s.compare(at, 2, "/*") == 0) {
+                while (s.compare(at, 2, "*/") != 0) {
+                    if (s[at] == '\n') line++;
+                    at++;
+                }
                 at += 2;
             } else break;
         }
     }
-    bool peek(char c) { space(); return at < s.size() && s[at] == c; }
-    bool take(char c) { if (!peek(c)) return false; at++; return true; }
-    void expect(char c) { if (!take(c)) wrong(std::string("expected ") + c + " at " + s.substr(at, 40)); }
+    bool peek(char c) {
+        space();
+        return at < s.size() && s[at] == c;
+    }
+    bool take(char c) {
+        if (!peek(c)) return false;
+        at++;
+        return true;
+    }
+    void expect(char c) {
+        if (!take(c)) wrong(std::string("expected ") + c + " at " + s.substr(at, 40));
+    }
     std::string word() {
         space();
         size_t first = at;
@@ -111,7 +93,12 @@ struct Parser {
         if (first == at) wrong("expected a name at " + s.substr(at, 40));
         return s.substr(first, at - first);
     }
-    uint64_t number() { uint64_t v = 0; bool f = false; if (!literal(v, f)) wrong("expected a number"); return v; }
+    uint64_t number() {
+        uint64_t v = 0;
+        bool f = false;
+        if (!literal(v, f)) wrong("expected a number");
+        return v;
+    }
     bool literal(uint64_t& v, bool& is_float) {  // PTX ISA 4.5
         space();
         size_t p = at;
@@ -137,7 +124,11 @@ struct Parser {
 
     // ---- declarations --------------------------------------------------------------------------------------------
 
-    uint32_t new_slot(Type type) { uint32_t slot = k->slots; k->slots += bits_of(type) == 64 ? 2 : 1; return slot; }
+    uint32_t new_slot(Type type) {
+        uint32_t slot = k->slots;
+        k->slots += bits_of(type) == 64 ? 2 : 1;
+        return slot;
+    }
 
     void declare_registers() {
         Type type = type_of(word().substr(1));
@@ -157,18 +148,25 @@ struct Parser {
     void declare_shared(bool global) {
         uint32_t align = 1, bytes = 1;
         std::string w = word();
-        if (w == ".align") { align = number(); w = word(); }
+        if (w == ".align") {
+            align = number();
+            w = word();
+        }
         bytes = bits_of(type_of(w.substr(1))) / 8;
         std::string id = name();
         bool open = false;
         if (take('[')) {
-            if (peek(']')) open = true; else bytes *= number();
+            if (peek(']')) open = true;
+            else bytes *= number();
             expect(']');
         }
         expect(';');
         if (global && !open) wrong("shared memory of a size must be declared in its kernel");
         Kernel* kernel = k;
-        if (open) { globals[id] = {false, ~0ull}; return; }  // behind the static: the kernel's end decides
+        if (open) {
+            globals[id] = {false, ~0ull};
+            return;
+        }  // behind the static: the kernel's end decides
         kernel->static_smem = (kernel->static_smem + align - 1) / align * align;
         symbols[id] = {false, kernel->static_smem};
         kernel->static_smem += bytes;
@@ -177,7 +175,10 @@ struct Parser {
     bool find_register(const std::string& id, Register& out) {
         for (size_t i = scopes.size(); i--;) {
             auto found = scopes[i].registers.find(id);
-            if (found != scopes[i].registers.end()) { out = found->second; return true; }
+            if (found != scopes[i].registers.end()) {
+                out = found->second;
+                return true;
+            }
             size_t digits = id.size();
             while (digits && isdigit((unsigned char)id[digits - 1])) digits--;
             if (digits == id.size()) continue;
@@ -205,10 +206,15 @@ struct Parser {
         Operand o;
         space();
         size_t first = at;
-        if (take('!')) { o = operand(); o.negated = true; return o; }
+        if (take('!')) {
+            o = operand();
+            o.negated = true;
+            return o;
+        }
         if (take('{')) {
             o.kind = Operand::list;
-            do o.items.push_back(operand()); while (take(','));
+            do o.items.push_back(operand());
+            while (take(','));
             expect('}');
         } else if (take('[')) {
             Operand base = operand();
@@ -222,14 +228,26 @@ struct Parser {
             o.kind = Operand::imm;
         } else {
             std::string id = name();
-            while (at < s.size() && s[at] == '.') { at++; id += "." + name(); }
+            while (at < s.size() && s[at] == '.') {
+                at++;
+                id += "." + name();
+            }
             Register r;
             if (id == "_") o.kind = Operand::none;
-            else if (find_register(id, r)) { o.kind = Operand::reg; o.slot = r.slot; o.type = r.type; }
-            else if (id[0] == '%') { o.kind = Operand::reg; o.slot = special(id); o.type = Type::b32; }
-            else o.kind = Operand::symbol;
+            else if (find_register(id, r)) {
+                o.kind = Operand::reg;
+                o.slot = r.slot;
+                o.type = r.type;
+            } else if (id[0] == '%') {
+                o.kind = Operand::reg;
+                o.slot = special(id);
+                o.type = Type::b32;
+            } else o.kind = Operand::symbol;
             o.name = id;
-            if (take('|')) { Operand pair = operand(); o.items.push_back(pair); }
+            if (take('|')) {
+                Operand pair = operand();
+                o.items.push_back(pair);
+            }
         }
         if (o.name.empty()) o.name = s.substr(first, at - first);
         return o;
@@ -259,16 +277,20 @@ struct Parser {
             for (size_t i = scopes.size(); i--;) all += label + "#" + std::to_string(scopes[i].id) + "\n";
             branches.push_back({uint32_t(k->code.size()), all});
         } else if (!peek(';')) {
-            do d.args.push_back(operand()); while (take(','));
+            do d.args.push_back(operand());
+            while (take(','));
         }
         expect(';');
         in.text = s.substr(first, std::min<size_t>(at - first, 200));
-        for (char& c : in.text) if (isspace((unsigned char)c)) c = ' ';
+        for (char& c : in.text)
+            if (isspace((unsigned char)c)) c = ' ';
         resolve(d.args);
         bool known = false;
-        for (Decode decode : SECTIONS) if ((known = decode(d))) break;
+        for (Decode decode : SECTIONS)
+            if ((known = decode(d))) break;
         if (!known || !in.fn)
-            fault("unknown opcode", "line %u: the emulator does not know `%s`; see CONTRIBUTING, how to add an opcode", in.line, in.text.c_str());
+            fault("unknown opcode", "line %u: the emulator does not know `%s`; see CONTRIBUTING, how to add an opcode",
+                  in.line, in.text.c_str());
         k->wgmma |= opcode.rfind("wgmma.mma_async", 0) == 0;
         k->code.push_back(std::move(in));
     }
@@ -283,7 +305,9 @@ struct Parser {
             if (found->second.param) {
                 uint32_t slot = new_slot(Type::b64);
                 k->param_addresses.push_back({slot, uint32_t(found->second.at)});
-                o.kind = Operand::reg; o.slot = slot; o.type = Type::b64;
+                o.kind = Operand::reg;
+                o.slot = slot;
+                o.type = Type::b64;
             } else {
                 o.kind = Operand::imm;
                 o.bits = global ? dynamic_base() : SMEM_BASE + found->second.at;
@@ -298,22 +322,34 @@ struct Parser {
         while (!scopes.empty()) {
             space();
             if (at >= s.size()) wrong("a kernel does not end");
-            if (take('{')) { scopes.push_back({{}, {}, next_scope++}); continue; }
-            if (take('}')) { scopes.pop_back(); continue; }
+            if (take('{')) {
+                scopes.push_back({{}, {}, next_scope++});
+                continue;
+            }
+            if (take('}')) {
+                scopes.pop_back();
+                continue;
+            }
             if (take(';')) continue;
             if (s[at] == '.') {
                 std::string w = word();
                 if (w == ".reg") declare_registers();
                 else if (w == ".shared") declare_shared(false);
-                else if (w == ".pragma") { while (s[at] != ';') at++; at++; }
-                else if (w == ".loc" || w == ".file") { while (s[at] != '\n') at++; }
-                else wrong("directive " + w + " is not known");
+                else if (w == ".pragma") {
+                    while (s[at] != ';') at++;
+                    at++;
+                } else if (w == ".loc" || w == ".file") {
+                    while (s[at] != '\n') at++;
+                } else wrong("directive " + w + " is not known");
                 continue;
             }
             size_t back = at;
             if (s[at] != '@') {  // a label?
                 std::string id = word();
-                if (take(':')) { labels[id + "#" + std::to_string(scopes.back().id)] = k->code.size(); continue; }
+                if (take(':')) {
+                    labels[id + "#" + std::to_string(scopes.back().id)] = k->code.size();
+                    continue;
+                }
                 at = back;
             }
             statement();
@@ -340,18 +376,29 @@ struct Parser {
     void entry() {
         auto owned = std::make_unique<Kernel>();
         k = owned.get();
-        symbols.clear(); labels.clear(); branches.clear(); constants.clear(); specials.clear(); scopes.clear();
+        symbols.clear();
+        labels.clear();
+        branches.clear();
+        constants.clear();
+        specials.clear();
+        scopes.clear();
         k->name = name();
         if (take('(')) {
             while (!take(')')) {
                 if (word() != ".param") wrong("expected .param");
                 Param p{"", 0, 0, 0};
                 std::string w = word();
-                if (w == ".align") { p.align = number(); w = word(); }
+                if (w == ".align") {
+                    p.align = number();
+                    w = word();
+                }
                 p.size = bits_of(type_of(w.substr(1))) / 8;
                 if (!p.align) p.align = p.size;
                 p.name = name();
-                if (take('[')) { p.size *= number(); expect(']'); }
+                if (take('[')) {
+                    p.size *= number();
+                    expect(']');
+                }
                 p.offset = k->param_bytes = (k->param_bytes + p.align - 1) / p.align * p.align;
                 k->param_bytes += p.size;
                 symbols[p.name] = {true, p.offset};
@@ -362,12 +409,21 @@ struct Parser {
         while (!peek('{')) {
             std::string w = word();
             if (w == ".reqntid") {
-                for (int i = 0; i < 3; i++) { k->threads[i] = number(); if (i < 2 && !take(',')) { for (i++; i < 3; i++) k->threads[i] = 1; } }
+                for (int i = 0; i < 3; i++) {
+                    k->threads[i] = number();
+                    if (i < 2 && !take(',')) {
+                        for (i++; i < 3; i++) k->threads[i] = 1;
+                    }
+                }
             } else if (w == ".minnctapersm" || w == ".maxnctapersm" || w == ".maxnreg") number();
-            else if (w == ".maxntid") { do number(); while (take(',')); }
-            else if (w == ".reqnctapercluster" || w == ".maxclusterrank") { do number(); while (take(',')); }
-            else if (w == ".explicitcluster") {}
-            else wrong("directive " + w + " is not known");
+            else if (w == ".maxntid") {
+                do number();
+                while (take(','));
+            } else if (w == ".reqnctapercluster" || w == ".maxclusterrank") {
+                do number();
+                while (take(','));
+            } else if (w == ".explicitcluster") {
+            } else wrong("directive " + w + " is not known");
         }
         body();
         std::string id = k->name;
@@ -378,67 +434,23 @@ struct Parser {
     void file() {
         for (space(); at < s.size(); space()) {
             std::string w = word();
-            if (w == ".version" || w == ".target" || w == ".address_size" || w == ".file") { while (at < s.size() && s[at] != '\n') at++; }
-            else if (w == ".visible" || w == ".weak" || w == ".extern") {}
-            else if (w == ".entry") entry();
+            if (w == ".version" || w == ".target" || w == ".address_size" || w == ".file") {
+                while (at < s.size() && s[at] != '\n') at++;
+            } else if (w == ".visible" || w == ".weak" || w == ".extern") {
+            } else if (w == ".entry") entry();
             else if (w == ".shared") declare_shared(true);
-            else if (w == ".section") { while (s[at] != '}') { if (s[at] == '\n') line++; at++; } at++; }
-            else wrong("`" + w + s.substr(at, 20) + "` is not known outside a kernel");
+            else if (w == ".section") {
+                while (s[at] != '}') {
+                    if (s[at] == '\n') line++;
+                    at++;
+                }
+                at++;
+            } else wrong("`" + w + s.substr(at, 20) + "` is not known outside a kernel");
         }
     }
 };
 
 }  // namespace
-
-bool Decoder::has(const char* part) const { return std::find(op.begin(), op.end(), part) != op.end(); }
-
-Type Decoder::type(int from_end) const {
-    for (size_t i = op.size(); i-- > 1;) {
-        Type t = type_of(op[i]);
-        if (t != Type::none && from_end-- == 0) return t;
-    }
-    return Type::none;
-}
-
-uint32_t Decoder::constant(uint64_t bits, bool wide) {
-    for (size_t i = 0; i < kernel.constants.size(); i++)
-        if (kernel.constants[i].second == bits && kernel.wide[i] == wide) return kernel.constants[i].first;
-    uint32_t slot = kernel.slots;
-    kernel.slots += wide ? 2 : 1;
-    kernel.constants.push_back({slot, bits});
-    kernel.wide.push_back(wide);
-    return slot;
-}
-
-uint32_t Decoder::slot(const Operand& o, Type t) {
-    if (o.kind == Operand::reg) {
-        bool wide = bits_of(t) == 64;
-        if ((t == Type::pred) != (o.type == Type::pred) || (wide != (bits_of(o.type) == 64)))
-            fault("PTX", "line %u: operand %s does not fit the type of `%s`", out.line, o.name.c_str(), out.text.c_str());
-        return o.slot;
-    }
-    if (o.kind != Operand::imm)
-        fault("PTX", "line %u: operand %s of `%s` is neither a register nor a number", out.line, o.name.c_str(), out.text.c_str());
-    uint64_t bits = o.bits;
-    if (t == Type::f32 && !o.is_float) { float f = float(int64_t(bits)); uint32_t b; memcpy(&b, &f, 4); bits = b; }
-    if (t == Type::pred) bits = bits ? ALL : 0;
-    bool wide = bits_of(t) == 64;
-    return constant(wide ? bits : uint32_t(bits), wide);
-}
-
-uint32_t Decoder::slot(size_t index, Type t) {
-    if (index >= args.size()) fault("PTX", "line %u: `%s` lacks an operand", out.line, out.text.c_str());
-    return slot(args[index], t);
-}
-
-uint32_t Decoder::address(const Operand& o, bool wide) {
-    if (o.kind != Operand::mem) fault("PTX", "line %u: `%s`: %s is no address", out.line, out.text.c_str(), o.name.c_str());
-    const Operand& base = o.items[0];
-    out.imm = o.offset + (base.kind == Operand::imm ? int64_t(base.bits) : 0);
-    if (base.kind == Operand::imm) return constant(0, wide);
-    if (bits_of(base.type) == 64 && !wide) return base.slot;  // the handler is told by its caller
-    return slot(base, wide ? Type::b64 : Type::b32);
-}
 
 std::unique_ptr<Module> parse(const std::string& text) {
     auto module = std::make_unique<Module>();

@@ -8,7 +8,8 @@ const Instr& Warp::instr() const { return kernel->code[now.pc]; }
 
 std::string describe(const Warp& w, uint32_t pc) {
     const Instr& i = w.kernel->code[pc];
-    return text("launch %u %s warp %u, line %u: %s", w.cta->launch->index, w.cta->place().c_str(), w.id, i.line, i.text.c_str());
+    return text("launch %u %s warp %u, line %u: %s", w.cta->launch->index, w.cta->place().c_str(), w.id, i.line,
+                i.text.c_str());
 }
 
 std::string Cta::place() const {
@@ -17,7 +18,8 @@ std::string Cta::place() const {
     return s;
 }
 
-// ---- a warp ----------------------------------------------------------------------------------------------------------
+// ---- a warp
+// ----------------------------------------------------------------------------------------------------------
 
 // Lanes at the same place go on together; of several groups that can go on the one that is furthest behind does.
 static bool choose(Warp& w) {
@@ -44,17 +46,26 @@ static bool choose(Warp& w) {
 static void finish_warp(Warp& w) {
     Cta& cta = *w.cta;
     if (!w.wgmmas.empty()) fault("missing wait", "the warp ends with a wgmma that no wgmma.wait_group waits for");
-    if (!w.bulks.empty()) fault("missing wait", "the warp ends with a bulk copy from shared memory that no cp.async.bulk.wait_group waits for");
+    if (!w.bulks.empty())
+        fault("missing wait",
+              "the warp ends with a bulk copy from shared memory that no cp.async.bulk.wait_group waits for");
     if (!w.copies.empty()) fault("missing wait", "the warp ends with a cp.async that nothing waits for");
     machine(w).events++;
     if (--cta.running) return;
     for (auto& [at, bar] : cta.mbarriers)
-        if (bar.tx) fault("transaction count", "the CTA ends, and the mbarrier at smem+%u still awaits %lld bytes", at, (long long)bar.tx);
+        if (bar.tx)
+            fault("transaction count", "the CTA ends, and the mbarrier at smem+%u still awaits %lld bytes", at,
+                  (long long)bar.tx);
     for (size_t k = 0; k < cta.warps.size(); k++) {  // the warps of a warpgroup do the same products
         const Warp &a = *cta.warps[k], &b = *cta.warps[k / 4 * 4];
-        if (a.wgmma_hash != b.wgmma_hash) fault("divergence", "warps %u and %u of a warpgroup executed different wgmma: %u and %u", b.id, a.id, b.wgmma_count, a.wgmma_count);
+        if (a.wgmma_hash != b.wgmma_hash)
+            fault("divergence", "warps %u and %u of a warpgroup executed different wgmma: %u and %u", b.id, a.id,
+                  b.wgmma_count, a.wgmma_count);
     }
-    if (!cta.triggered) { cta.triggered = true; cta.launch->triggered++; }
+    if (!cta.triggered) {
+        cta.triggered = true;
+        cta.launch->triggered++;
+    }
     cta.launch->finished++;
     cta.cluster->running--;
 }
@@ -82,7 +93,10 @@ void run_warp(Warp& w, uint32_t slice) {
         }
         i.fn(w, i);
         if (!w.stop) continue;
-        if (!w.live) { finish_warp(w); break; }
+        if (!w.live) {
+            finish_warp(w);
+            break;
+        }
         if (w.now.why && !w.others.empty()) continue;  // another group may go on
         break;
     }
@@ -90,11 +104,14 @@ void run_warp(Warp& w, uint32_t slice) {
     w.blocked = w.blocked && w.live;
 }
 
-// ---- CTAs and launches -------------------------------------------------------------------------------------------------
+// ---- CTAs and launches
+// -------------------------------------------------------------------------------------------------
 
 static void fill(Warp& w, uint32_t slot, uint64_t v, bool wide) {
     uint32_t* p = w.reg(slot);
-    for (int l = 0; l < LANES; l++) if (wide) put(p, l, v); else p[l] = uint32_t(v);
+    for (int l = 0; l < LANES; l++)
+        if (wide) put(p, l, v);
+        else p[l] = uint32_t(v);
     w.def[slot] = ALL;
 }
 
@@ -103,7 +120,8 @@ static void fill_specials(Warp& w) {
     for (auto& [slot, name] : w.kernel->specials) {
         auto xyz = [&](const uint32_t v[3]) { fill(w, slot, v[name.back() - 'x'], false); };
         uint32_t clusters[3] = {launch.grid[0] / launch.cluster_size, launch.grid[1], launch.grid[2]};
-        uint32_t size[3] = {launch.cluster_size, 1, 1}, rank[3] = {w.cta->rank, 0, 0}, id[3] = {w.cta->index[0] / launch.cluster_size, w.cta->index[1], w.cta->index[2]};
+        uint32_t size[3] = {launch.cluster_size, 1, 1}, rank[3] = {w.cta->rank, 0, 0},
+                 id[3] = {w.cta->index[0] / launch.cluster_size, w.cta->index[1], w.cta->index[2]};
         if (name.rfind("%tid.", 0) == 0) {
             uint32_t* p = w.reg(slot);
             const uint32_t* b = launch.block;
@@ -119,7 +137,11 @@ static void fill_specials(Warp& w) {
             for (int l = 0; l < LANES; l++) {
                 uint32_t lt = (1u << l) - 1, eq = 1u << l;
                 std::string what = name.substr(10);
-                w.reg(slot)[l] = what == "lt" ? lt : what == "eq" ? eq : what == "le" ? lt | eq : what == "gt" ? ~(lt | eq) : ~lt;
+                w.reg(slot)[l] = what == "lt"   ? lt
+                                 : what == "eq" ? eq
+                                 : what == "le" ? lt | eq
+                                 : what == "gt" ? ~(lt | eq)
+                                                : ~lt;
             }
             w.def[slot] = ALL;
         } else if (name.rfind("%ntid.", 0) == 0) xyz(launch.block);
@@ -149,7 +171,8 @@ static std::unique_ptr<Warp> make_warp(Cta& cta, uint32_t id) {
     w->file.resize(size_t(w->kernel->slots) * LANES);
     w->def.assign(w->kernel->slots, 0);
     w->tag.assign(w->kernel->slots, 0);
-    for (size_t k = 0; k < w->kernel->constants.size(); k++) fill(*w, w->kernel->constants[k].first, w->kernel->constants[k].second, w->kernel->wide[k]);
+    for (size_t k = 0; k < w->kernel->constants.size(); k++)
+        fill(*w, w->kernel->constants[k].first, w->kernel->constants[k].second, w->kernel->wide[k]);
     for (auto& [slot, offset] : w->kernel->param_addresses) fill(*w, slot, (uint64_t)cta.launch->params + offset, true);
     w->now.mask = ALL;
     return w;
@@ -160,12 +183,14 @@ constexpr uint32_t MBARRIERS = 96;  // of a CTA, that are followed
 void start_cluster(Launch& launch) {
     auto cluster = std::make_unique<Cluster>();
     cluster->launch = &launch;
-    uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2], warps = threads / LANES, size = launch.cluster_size;
+    uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2], warps = threads / LANES,
+             size = launch.cluster_size;
     cluster->next_mbarrier = size * warps * KINDS + KINDS;
     cluster->dependency = size * warps * KINDS;
     cluster->agents = cluster->next_mbarrier + size * MBARRIERS;
     cluster->running = size;
-    if (cluster->agents >= 1u << (32 - CLOCK_BITS)) fault("limits", "a cluster of %u CTAs of %u warps is more than the emulator follows", size, warps);
+    if (cluster->agents >= 1u << (32 - CLOCK_BITS))
+        fault("limits", "a cluster of %u CTAs of %u warps is more than the emulator follows", size, warps);
     for (uint32_t rank = 0; rank < size; rank++) {
         auto cta = std::make_unique<Cta>();
         cta->cluster = cluster.get();
@@ -213,13 +238,17 @@ static void admit(Machine& m) {
         bool may = true;
         for (size_t e = 0; e < k; e++) {
             Launch& before = *m.launches[e];
-            may &= before.done() || (e + 1 == k && l.dependent && before.triggered == before.total && before.next_cta == before.total);
+            may &= before.done() ||
+                   (e + 1 == k && l.dependent && before.triggered == before.total && before.next_cta == before.total);
         }
         if (!may) return;
         // the first launch is resident as a whole, as a persistent grid is; of others as many as memory allows
         uint32_t threads = l.block[0] * l.block[1] * l.block[2];
         size_t room = std::max<size_t>(1, 16384 / threads / l.cluster_size);
-        while (l.next_cta < l.total && l.resident.size() < room) { start_cluster(l); m.events++; }
+        while (l.next_cta < l.total && l.resident.size() < room) {
+            start_cluster(l);
+            m.events++;
+        }
     }
 }
 
@@ -234,8 +263,10 @@ static std::string waiters(Machine& m) {
                     auto say = [&](const Group& g) {
                         if (!g.mask) return;
                         char why[300] = "";
-                        if (g.why) snprintf(why, sizeof why, g.why, g.numbers[0], g.numbers[1], g.numbers[2], g.numbers[3]);
-                        out += "\n  " + describe(*w, g.pc) + "\n      lanes " + text("%08x", g.mask) + " wait for " + (g.why ? why : "their turn");
+                        if (g.why)
+                            snprintf(why, sizeof why, g.why, g.numbers[0], g.numbers[1], g.numbers[2], g.numbers[3]);
+                        out += "\n  " + describe(*w, g.pc) + "\n      lanes " + text("%08x", g.mask) + " wait for " +
+                               (g.why ? why : "their turn");
                     };
                     say(w->now);
                     for (auto& g : w->others) say(g);
@@ -251,7 +282,11 @@ void Machine::run() {
         for (auto& launch : launches) {
             auto& resident = launch->resident;
             for (size_t k = 0; k < resident.size();) {
-                if (!resident[k]->running && !resident[k]->pending) { resident.erase(resident.begin() + k); events++; continue; }
+                if (!resident[k]->running && !resident[k]->pending) {
+                    resident.erase(resident.begin() + k);
+                    events++;
+                    continue;
+                }
                 for (auto& cta : resident[k]->ctas)
                     for (auto& w : cta->warps)
                         if (w->live && !(w->blocked && w->polled == events)) ready.push_back(w.get());
@@ -261,17 +296,23 @@ void Machine::run() {
         }
         if (all_done) return;
         if (ready.empty()) {
-            if (!pending.empty()) { complete_one(*this); continue; }
+            if (!pending.empty()) {
+                complete_one(*this);
+                continue;
+            }
             uint64_t seen = events;
             admit(*this);
             bool waiting = false;
-            for (auto& launch : launches) for (auto& c : launch->resident) waiting |= c->running || c->pending;
+            for (auto& launch : launches)
+                for (auto& c : launch->resident) waiting |= c->running || c->pending;
             if (seen != events || !waiting) continue;
             current = nullptr;
             fault("deadlock", "no warp can go on, and nothing is under way:%s", waiters(*this).substr(0, 1200).c_str());
         }
         for (size_t turns = std::max<size_t>(1, ready.size()); turns--;) {
-            Warp* w = ready[policy.order == 0 ? random() % ready.size() : policy.order == 1 ? ready.size() - 1 - turns : turns];
+            Warp* w = ready[policy.order == 0   ? random() % ready.size()
+                            : policy.order == 1 ? ready.size() - 1 - turns
+                                                : turns];
             if (!w->live || (w->blocked && w->polled == events)) continue;
             uint64_t before = w->steps;
             run_warp(*w, 1 + random() % policy.slice);
@@ -280,7 +321,8 @@ void Machine::run() {
         }
         if (steps > max_steps) {
             current = nullptr;
-            fault("livelock", "%llu instructions, and no end:%s", (unsigned long long)steps, waiters(*this).substr(0, 1200).c_str());
+            fault("livelock", "%llu instructions, and no end:%s", (unsigned long long)steps,
+                  waiters(*this).substr(0, 1200).c_str());
         }
     }
 }

@@ -6,10 +6,12 @@
 
 void converge(Warp& w, uint32_t members, const char* what, bool& wait) {
     uint32_t needed = members & w.live;
-    if (w.exec & ~members) fault("divergence", "%s runs in lanes %08x that its mask %08x does not name", what, w.exec & ~members, members);
+    if (w.exec & ~members)
+        fault("divergence", "%s runs in lanes %08x that its mask %08x does not name", what, w.exec & ~members, members);
     wait = (w.exec & needed) != needed;
     if (wait) {
-        if (w.exec != w.now.mask) fault("divergence", "%s is skipped by a guard in lanes that its mask %08x names", what, members);
+        if (w.exec != w.now.mask)
+            fault("divergence", "%s is skipped by a guard in lanes that its mask %08x names", what, members);
         w.block("lanes %08llx of the mask %08llx have not come", needed & ~w.exec, members);
     }
 }
@@ -38,8 +40,12 @@ uint64_t Warp::uniform64(uint32_t slot, const char* what) {
 }
 
 void Warp::undefined(uint32_t slot) {
-    if (tag[slot] & PENDING) fault("accumulator in flight", "a register is read that a wgmma writes whose group no wgmma.wait_group has waited for");
-    fault("uninitialised register", "a register is read in lanes %08x, where it was never written, or comes from memory that was never written", exec & ~def[slot]);
+    if (tag[slot] & PENDING)
+        fault("accumulator in flight",
+              "a register is read that a wgmma writes whose group no wgmma.wait_group has waited for");
+    fault("uninitialised register",
+          "a register is read in lanes %08x, where it was never written, or comes from memory that was never written",
+          exec & ~def[slot]);
 }
 
 namespace {
@@ -77,8 +83,13 @@ void shfl(Warp& w, const Instr& i) {
         int n = b[l] & 31, clamp = c[l] & 31, segment = c[l] >> 8 & 31;
         int most = (l & segment) | (clamp & ~segment), least = l & segment, j;
         bool inside;
-        if (i.n == UP) { j = l - n; inside = j >= most; }
-        else { j = i.n == DOWN ? l + n : i.n == BFLY ? l ^ n : least | (n & ~segment); inside = j <= most; }
+        if (i.n == UP) {
+            j = l - n;
+            inside = j >= most;
+        } else {
+            j = i.n == DOWN ? l + n : i.n == BFLY ? l ^ n : least | (n & ~segment);
+            inside = j <= most;
+        }
         if (!inside) j = l;
         if (!(w.exec >> (j & 31) & 1)) fault("divergence", "shfl reads lane %d, which does not take part", j);
         out[l] = a[j];
@@ -146,8 +157,8 @@ void activemask(Warp& w, const Instr& i) {
     write(w, i.a[0], out);
 }
 
-// Matrices of 8 rows of 16 bytes; lanes 8k .. 8k + 7 give the addresses of matrix k. Lane l holds elements 2 (l % 4) and
-// the next of row l / 4, transposed: of column l / 4. n: matrices; m: transposed
+// Matrices of 8 rows of 16 bytes; lanes 8k .. 8k + 7 give the addresses of matrix k. Lane l holds elements 2 (l % 4)
+// and the next of row l / 4, transposed: of column l / 4. n: matrices; m: transposed
 template <bool load> void matrix(Warp& w, const Instr& i) {
     bool wait;
     aligned(w, wait);
@@ -161,7 +172,10 @@ template <bool load> void matrix(Warp& w, const Instr& i) {
         for (int r = 0; r < 8; r++) {
             Access a = shared_at(w, address[8 * k + r] + uint32_t(i.imm), 16, 16, false);
             at[r] = &a.cta->smem[a.at];
-            if (load) { note_read(w, a, Proxy::generic, w.stamp()); memcpy(rows[r], at[r], 16); }
+            if (load) {
+                note_read(w, a, Proxy::generic, w.stamp());
+                memcpy(rows[r], at[r], 16);
+            }
         }
         uint32_t v[LANES];
         if (load) {
@@ -192,13 +206,26 @@ bool decode_warp(Decoder& d) {
     Instr& i = d.out;
     const std::string& op = d.op[0];
     auto second = [&](const std::vector<std::string>& names) -> int {
-        for (size_t k = 0; k < names.size(); k++) if (d.has(names[k].c_str())) return int(k);
+        for (size_t k = 0; k < names.size(); k++)
+            if (d.has(names[k].c_str())) return int(k);
         return -1;
     };
-    if (op == "bra") { i.fn = bra; return true; }
-    if (op == "ret" || op == "exit") { i.fn = ret; return true; }
-    if (op == "trap") { i.fn = trap; return true; }
-    if (op == "nanosleep") { i.fn = yield; return true; }
+    if (op == "bra") {
+        i.fn = bra;
+        return true;
+    }
+    if (op == "ret" || op == "exit") {
+        i.fn = ret;
+        return true;
+    }
+    if (op == "trap") {
+        i.fn = trap;
+        return true;
+    }
+    if (op == "nanosleep") {
+        i.fn = yield;
+        return true;
+    }
     if (op == "setmaxnreg") {  // how many registers a warp has is the hardware's concern
         if (d.args.at(0).bits % 8 || d.args[0].bits < 24 || d.args[0].bits > 256) return false;
         i.fn = nothing;
@@ -209,7 +236,10 @@ bool decode_warp(Decoder& d) {
         if (n < 0) return false;
         i.n = n;
         i.a[0] = d.slot(0, Type::b32);
-        if (!d.args[0].items.empty()) { i.a[1] = d.slot(d.args[0].items[0], Type::pred); i.m = 1; }
+        if (!d.args[0].items.empty()) {
+            i.a[1] = d.slot(d.args[0].items[0], Type::pred);
+            i.m = 1;
+        }
         for (int k = 1; k <= 4; k++) i.a[1 + k] = d.slot(k, Type::b32);
         i.fn = shfl;
         return true;
@@ -241,14 +271,19 @@ bool decode_warp(Decoder& d) {
         i.fn = redux;
         return true;
     }
-    if (op == "activemask") { i.a[0] = d.slot(0, Type::b32); i.fn = activemask; return true; }
+    if (op == "activemask") {
+        i.a[0] = d.slot(0, Type::b32);
+        i.fn = activemask;
+        return true;
+    }
     if ((op == "ldmatrix" || op == "stmatrix") && d.has("m8n8") && d.has("b16")) {
         bool load = op == "ldmatrix";
         i.n = d.has("x4") ? 4 : d.has("x2") ? 2 : 1;
         i.m = d.has("trans");
         i.a[0] = d.address(d.args.at(load ? 1 : 0), false);
         Operand& list = d.args.at(load ? 0 : 1);
-        if (list.kind == Operand::list) for (auto& o : list.items) i.list.push_back(d.slot(o, Type::b32));
+        if (list.kind == Operand::list)
+            for (auto& o : list.items) i.list.push_back(d.slot(o, Type::b32));
         else i.list.push_back(d.slot(list, Type::b32));
         if (i.list.size() != i.n) return false;
         i.fn = load ? matrix<true> : matrix<false>;

@@ -1,19 +1,35 @@
 // wgmma: PTX ISA 9.7.15. A warp does its quarter of the product, 16 rows: its own rows of A with all of B.
 //
-// Operands in shared memory are read when the product happens: at once, or as late as wgmma.wait_group. Until the wait the
-// accumulators are in flight: a register that holds one carries a tag, which mov passes on, and nothing else may read it.
+// Operands in shared memory are read when the product happens: at once, or as late as wgmma.wait_group. Until the wait
+// the accumulators are in flight: a register that holds one carries a tag, which mov passes on, and nothing else may
+// read it.
 #include "emu.h"
 
 namespace {
 
 // n: columns; m: flags
-enum Flag : uint32_t { REGISTERS = 1, A_MN = 2, B_MN = 4, BF16 = 8, F16 = 16, E4M3_A = 32, E5M2_A = 64, E4M3_B = 128, E5M2_B = 256, NEG_A = 512, NEG_B = 1024 };
+enum Flag : uint32_t {
+    REGISTERS = 1,
+    A_MN = 2,
+    B_MN = 4,
+    BF16 = 8,
+    F16 = 16,
+    E4M3_A = 32,
+    E5M2_A = 64,
+    E4M3_B = 128,
+    E5M2_B = 256,
+    NEG_A = 512,
+    NEG_B = 1024
+};
 
-// The matrix descriptor, 9.7.15.5.1.2.2: start, leading and stride byte offsets in units of 16 bytes, base offset, swizzle.
+// The matrix descriptor, 9.7.15.5.1.2.2: start, leading and stride byte offsets in units of 16 bytes, base offset,
+// swizzle.
 struct Descriptor {
     uint32_t start, leading, stride, mode;  // mode: 0 none, 1 32 bytes, 2 64, 3 128
     explicit Descriptor(uint64_t d)
-        : start(uint32_t(d & 0x3fff) << 4), leading(uint32_t(d >> 16 & 0x3fff) << 4), stride(uint32_t(d >> 32 & 0x3fff) << 4) {
+        : start(uint32_t(d & 0x3fff) << 4),
+          leading(uint32_t(d >> 16 & 0x3fff) << 4),
+          stride(uint32_t(d >> 32 & 0x3fff) << 4) {
         static const uint32_t modes[] = {0, 3, 2, 1};
         mode = modes[d >> 62];
         if (d >> 49 & 7) fault("wgmma descriptor", "a base offset of %u is not modelled", uint32_t(d >> 49 & 7));
@@ -23,8 +39,8 @@ struct Descriptor {
         static const uint32_t masks[] = {0, 1, 3, 7};
         return address ^ ((address >> 7 & masks[mode]) << 4);
     }
-    // Places of 16 bytes each, 9.7.15.5.1.2.1: [line][2] of `count` lines from `first` of a K-major operand (a line is 32 bytes
-    // of K); of an MN-major one [16 k][count / 8].
+    // Places of 16 bytes each, 9.7.15.5.1.2.1: [line][2] of `count` lines from `first` of a K-major operand (a line is
+    // 32 bytes of K); of an MN-major one [16 k][count / 8].
     void chunks(uint32_t first, uint32_t count, bool mn_major, std::vector<uint32_t>& out) const {
         const uint32_t pitch = 16u << mode;  // bytes of a line of the swizzled atom, whose 8 lines repeat
         if (!mn_major) {
@@ -36,8 +52,9 @@ struct Descriptor {
         const uint32_t wide = 1u << mode;  // chunks of 8 elements that lie side by side
         for (uint32_t k = 0; k < 16; k++)
             for (uint32_t c = first / 8; c < (first + count) / 8; c++)
-                out.push_back(mode ? swizzled(start + c % wide * 16 + c / wide * leading + k % 8 * pitch + k / 8 * stride)
-                                   : start + c * stride + k % 8 * 16 + k / 8 * leading);
+                out.push_back(
+                    mode ? swizzled(start + c % wide * 16 + c / wide * leading + k % 8 * pitch + k / 8 * stride)
+                         : start + c * stride + k % 8 * 16 + k / 8 * leading);
     }
 };
 
@@ -53,7 +70,8 @@ float element(const uint8_t* p, uint32_t k, uint32_t flags, bool b) {
 uint32_t depth(uint32_t flags) { return flags & (BF16 | F16) ? 16 : 32; }
 
 // [line][K] of floats from chunks
-void gather(const Cta& cta, const std::vector<uint32_t>& chunks, uint32_t lines, bool mn_major, uint32_t flags, bool b, std::vector<float>& out) {
+void gather(const Cta& cta, const std::vector<uint32_t>& chunks, uint32_t lines, bool mn_major, uint32_t flags, bool b,
+            std::vector<float>& out) {
     uint32_t deep = depth(flags);
     out.resize(lines * deep);
     for (size_t c = 0; c < chunks.size(); c++) {
@@ -62,12 +80,15 @@ void gather(const Cta& cta, const std::vector<uint32_t>& chunks, uint32_t lines,
             uint32_t k = c / (lines / 8), line = c % (lines / 8) * 8;
             for (uint32_t e = 0; e < 8; e++) out[(line + e) * deep + k] = element(p, e, flags, b);
         } else {
-            for (uint32_t e = 0; e < deep / 2; e++) out[c / 2 * deep + c % 2 * (deep / 2) + e] = element(p, e, flags, b);
+            for (uint32_t e = 0; e < deep / 2; e++)
+                out[c / 2 * deep + c % 2 * (deep / 2) + e] = element(p, e, flags, b);
         }
     }
 }
 
-void take(WgmmaOp& op, size_t k, const WgmmaOp& before) { memcpy(&op.values[k * LANES], &before.values[k * LANES], LANES * 4); }
+void take(WgmmaOp& op, size_t k, const WgmmaOp& before) {
+    memcpy(&op.values[k * LANES], &before.values[k * LANES], LANES * 4);
+}
 
 void execute(Warp& w, size_t index) {
     WgmmaOp& op = w.wgmmas[index];
@@ -75,9 +96,11 @@ void execute(Warp& w, size_t index) {
     std::vector<float> b;
     if (!(flags & REGISTERS)) gather(*w.cta, op.a_chunks, 16, flags & A_MN, flags, false, op.a);
     gather(*w.cta, op.b_chunks, n, flags & B_MN, flags, true, b);
-    for (size_t k = 0; k < op.from.size(); k++) if (op.from[k]) take(op, k, w.wgmmas[op.from[k] - 1 - w.first_op]);
+    for (size_t k = 0; k < op.from.size(); k++)
+        if (op.from[k]) take(op, k, w.wgmmas[op.from[k] - 1 - w.first_op]);
     std::vector<double> columns(deep * n);  // [K][N]
-    for (uint32_t c = 0; c < n; c++) for (uint32_t k = 0; k < deep; k++) columns[k * n + c] = flags & NEG_B ? -b[c * deep + k] : b[c * deep + k];
+    for (uint32_t c = 0; c < n; c++)
+        for (uint32_t k = 0; k < deep; k++) columns[k * n + c] = flags & NEG_B ? -b[c * deep + k] : b[c * deep + k];
     std::vector<double> sum(n);
     for (uint32_t r = 0; r < 16; r++) {
         std::fill(sum.begin(), sum.end(), 0.0);
@@ -96,7 +119,8 @@ void execute(Warp& w, size_t index) {
 }
 
 void execute_until(Warp& w, size_t index) {
-    for (size_t k = 0; k <= index; k++) if (!w.wgmmas[k].done) execute(w, k);
+    for (size_t k = 0; k <= index; k++)
+        if (!w.wgmmas[k].done) execute(w, k);
 }
 
 void must_be_fenced(Warp& w, uint32_t slot) {
@@ -126,8 +150,8 @@ void wgmma(Warp& w, const Instr& i) {
             address = a.at;
         }
     };
-    // Registers of A: rows l / 4 and that + 8, then the second half of K (9.7.15.5.1.1, A). That they are written before
-    // wgmma.fence is not checked: the compiler sinks their conversions below it, and ptxas sees the dependence.
+    // Registers of A: rows l / 4 and that + 8, then the second half of K (9.7.15.5.1.1, A). That they are written
+    // before wgmma.fence is not checked: the compiler sinks their conversions below it, and ptxas sees the dependence.
     if (i.m & REGISTERS) {
         const uint32_t deep = depth(i.m), each = 32 / (deep == 16 ? 16 : 8);
         op.a.resize(16 * deep);
@@ -136,7 +160,8 @@ void wgmma(Warp& w, const Instr& i) {
             const uint32_t* p = w.in(slot);
             for (int l = 0; l < LANES; l++)
                 for (uint32_t e = 0; e < each; e++)
-                    op.a[(l / 4 + k % 2 * 8) * deep + k / 2 * (deep / 2) + l % 4 * each + e] = element((const uint8_t*)&p[l], e, i.m, false);
+                    op.a[(l / 4 + k % 2 * 8) * deep + k / 2 * (deep / 2) + l % 4 * each + e] =
+                        element((const uint8_t*)&p[l], e, i.m, false);
         }
     } else read(w.uniform64(i.a[0], "a descriptor of wgmma"), 16 * quarter, 16, i.m & A_MN, op.a_chunks);
     read(w.uniform64(i.a[1], "a descriptor of wgmma"), 0, i.n, i.m & B_MN, op.b_chunks);
@@ -148,7 +173,9 @@ void wgmma(Warp& w, const Instr& i) {
         uint32_t slot = i.list[k], tag = w.tag[slot];
         if (tag & PENDING) {
             if (keep) {
-                if ((tag & 255) != k) fault("accumulator in flight", "wgmma takes a register in flight in another place than it was given");
+                if ((tag & 255) != k)
+                    fault("accumulator in flight",
+                          "wgmma takes a register in flight in another place than it was given");
                 op.from[k] = (tag >> 8 & 0x7fffff) + 1;
             }
         } else if (keep) {
@@ -174,12 +201,15 @@ void wgmma_wait(Warp& w, const Instr& i) { finish_wgmmas(w, w.next_group - 1 - s
 bool decode_mma(Decoder& d) {
     Instr& i = d.out;
     uint32_t m = 0, n = 0, k = 0;
-    if (sscanf(d.op.at(4).c_str(), "m%un%uk%u", &m, &n, &k) != 3 || m != 64 || n % 8 || n < 8 || n > 256 || d.op.size() != 8) return false;
+    if (sscanf(d.op.at(4).c_str(), "m%un%uk%u", &m, &n, &k) != 3 || m != 64 || n % 8 || n < 8 || n > 256 ||
+        d.op.size() != 8)
+        return false;
     if (d.op[5] != "f32") return false;
     const std::string &a = d.op[6], &b = d.op[7];
     if (a == "bf16" && b == a) i.m = BF16;
     else if (a == "f16" && b == a) i.m = F16;
-    else if ((a == "e4m3" || a == "e5m2") && (b == "e4m3" || b == "e5m2")) i.m = (a == "e4m3" ? E4M3_A : E5M2_A) | (b == "e4m3" ? E4M3_B : E5M2_B);
+    else if ((a == "e4m3" || a == "e5m2") && (b == "e4m3" || b == "e5m2"))
+        i.m = (a == "e4m3" ? E4M3_A : E5M2_A) | (b == "e4m3" ? E4M3_B : E5M2_B);
     else return false;
     if (k != depth(i.m)) return false;
     i.n = n;
@@ -225,7 +255,10 @@ void finish_wgmmas(Warp& w, uint32_t group) {
         uint32_t tag = w.tag[slot];
         if (!(tag & PENDING)) continue;
         uint32_t index = (tag >> 8 & 0x7fffff) - w.first_op;
-        if (index >= count) { rest.push_back(slot); continue; }
+        if (index >= count) {
+            rest.push_back(slot);
+            continue;
+        }
         memcpy(w.reg(slot), &w.wgmmas[index].values[(tag & 255) * LANES], LANES * 4);
         w.def[slot] = ALL;
         w.tag[slot] = 0;
@@ -241,7 +274,9 @@ bool decode_wgmma(Decoder& d) {
     const std::string& what = d.op.at(1);
     if (what == "fence") i.fn = wgmma_fence;
     else if (what == "commit_group") i.fn = wgmma_commit;
-    else if (what == "wait_group") { i.n = d.args.at(0).bits; i.fn = wgmma_wait; }
-    else if (what == "mma_async") return decode_mma(d);
+    else if (what == "wait_group") {
+        i.n = d.args.at(0).bits;
+        i.fn = wgmma_wait;
+    } else if (what == "mma_async") return decode_mma(d);
     return i.fn;
 }
