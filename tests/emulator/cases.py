@@ -73,6 +73,7 @@ PROBLEMS = {
     "uneven rows": Problem((90, 33), 2, q_lens=2, spread=True),
     "large pages": Problem((200, 65), 3, page_factor=4),
     "dense": Problem((5, 140), 2, q_lens=2, make={"mask_type": "dense"}),
+    "many segments": Problem((10, 64, 3, 70, 0, 5, 130, 1), 1, lse_mode="basee"),
     "exact": Problem((129, 64, 300), 4, kind="select", make={"select": (-1, 0, 17)}),
     "table": Problem((64, 100), 2, make={"table_width": 9, "unused_page": 1 << 30, "permute": "reversed"}),
 }
@@ -81,6 +82,9 @@ MORE = {
     "blocks": Problem((150, 70), 3, q_lens=2, heads=70),
     "teams": Problem((300, 10), 4, heads=128),
 }
+# As many parts of a block as one warp of combine does not merge alone.
+PARTS = {"many parts": Problem((1400,), 11)}
+FEW_PARTS = {"many parts": Problem((2800,), 44)}
 INVARIANT = Problem((1100, 2100, 64), 4, plan={"batch_invariant": True})
 
 
@@ -94,7 +98,7 @@ def table() -> dict[str, tuple[Config, Problem]]:
         out[f"{config.name} first"] = config, FIRST
         if config.name not in fully:
             continue
-        for name, problem in (PROBLEMS | (MORE if config.rows == 64 else {})).items():
+        for name, problem in (PROBLEMS | (FEW_PARTS if config.few else MORE | PARTS)).items():
             if problem.page_factor == 1 or config.page_rows == 64:
                 out[f"{config.name} {name}"] = config, problem
         if config.in_dtype == "bf16":

@@ -6,17 +6,22 @@ EMULATOR_SEEDS=N runs each case with seeds 0 to N - 1; without it, two seeds of 
 from __future__ import annotations
 
 import os
+from typing import Any
 from zlib import crc32
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from mla_cute.testing import assert_close, assert_exact, assert_lse_close, expected_of
+from mla_cute import dispatch, launch
+from mla_cute.api import problem_of
+from mla_cute.problem import MLAProblem
+from mla_cute.testing import Case, assert_close, assert_exact, assert_lse_close, expected_of
+from mla_cute.validate import Call
 
 from .build import compiled
-from .cases import run, table
-from .launcher import Kernel, emulated, kernel
+from .cases import run, table, torch_dtype
+from .launcher import CAPABILITY, Kernel, emulated, kernel
 
 CASES = table()
 SEEDS = int(os.environ.get("EMULATOR_SEEDS", "0"))
@@ -27,6 +32,12 @@ def seeds(name: str) -> range:
     if SEEDS:
         return range(SEEDS)
     return range(2) if name.endswith(" first") else range(crc32(name.encode()) % 8, crc32(name.encode()) % 8 + 1)
+
+
+def problem_of_case(case: Case, config: Any) -> MLAProblem:
+    call = Call(*case.tensors, case.qo_indptr, 1.0, 1.0, None, None)
+    out_dtype = torch_dtype(config.out_dtype)
+    return problem_of(call, case.max_seq_len_q, case.max_kv_len, case.mask_type, out_dtype, "none")
 
 
 def cases() -> list[ParameterSet]:
@@ -78,20 +89,19 @@ def test_both_launches_are_taken_from_the_launcher() -> None:
     assert own.module.steps > 10_000
 
 
-def test_a_case_reaches_its_kernel() -> None:
-    from mla_cute import dispatch
-    from mla_cute.api import problem_of
-    from mla_cute.validate import Call
+def test_the_first_launch_has_no_tokens() -> None:
+    """What launch.prepare does to load a kernel's CUDA module: a request of length 0."""
+    config, problem = CASES["sm90_r64_bf16_bf16_p64 first"]
+    own, load = Kernel(compiled(config)), launch._load
+    with emulated(lambda _: own):
+        load(launch._prepare(problem_of_case(problem.case(config), config), torch.device("cpu"), None))
+    assert [one.grid[0] for one in own.launches] == [1, 128]
 
+
+def test_a_case_reaches_its_kernel() -> None:
     for config, problem in CASES.values():
-        case = problem.case(config)
-        call = Call(*case.tensors, case.qo_indptr, 1.0, 1.0, None, None)
-        out_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[config.out_dtype]
-        wanted = problem_of(call, case.max_seq_len_q, case.max_kv_len, case.mask_type, out_dtype, "none")
-        assert dispatch.select(wanted, (9, 0)) == config
+        assert dispatch.select(problem_of_case(problem.case(config), config), CAPABILITY) == config
 
 
 def test_every_shipped_kernel_has_a_case() -> None:
-    from mla_cute import dispatch
-
     assert {config for config, _ in CASES.values()} == set(dispatch.shipped())

@@ -109,7 +109,6 @@ struct Kernel {
     std::vector<bool> wide;                                      // of constants: 64 bits
     std::vector<std::pair<uint32_t, std::string>> specials;      // slot, %name
     std::vector<std::pair<uint32_t, uint32_t>> param_addresses;  // slot, offset in the parameters
-    bool wgmma = false;
 };
 
 struct Module {
@@ -219,7 +218,8 @@ struct Warp {
     bool stop = false, blocked = false;
     uint64_t polled = 0;  // events seen when it last was blocked
     std::vector<uint32_t> file, def, tag;
-    uint32_t epoch = 1;  // wgmma.fence executed so far
+    uint32_t wait_epoch = 1;  // epoch at the last wait for a wgmma
+    uint32_t epoch = 1;       // wgmma.fence executed so far
     Known known;
     uint32_t synced[KINDS] = {};  // clocks up to which the lanes know of each other
     uint32_t fences = 0;          // of scope gpu or wider, for global memory
@@ -232,13 +232,13 @@ struct Warp {
     uint32_t wgmma_count = 0;
     std::vector<uint32_t> pending_slots;
     // bulk and cp.async groups
-    uint32_t bulk_next = 1, bulk_read = 0, bulk_open = 0;
+    uint32_t bulk_next = 1;
     struct Bulk {
         uint32_t group;
         std::function<void()> read;
     };
     std::deque<Bulk> bulks;
-    uint32_t cp_next = 1, cp_open = 0, cp_waited = 0;
+    uint32_t cp_next = 1;
     std::deque<Bulk> copies;
     uint64_t steps = 0;
 

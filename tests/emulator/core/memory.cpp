@@ -174,7 +174,6 @@ void cp_async(Warp& w, const Instr& i) {  // n: bytes; a: target, source, size r
         if (bytes) global_read(w, address, bytes, bytes == i.n ? i.n : 1, false);
         copies->push_back({a.at, address, bytes});
     }
-    w.cp_open++;
     Cta* cta = w.cta;
     uint32_t whole = i.n;
     w.copies.push_back({w.cp_next, [cta, copies, whole] {
@@ -189,10 +188,7 @@ void cp_async(Warp& w, const Instr& i) {  // n: bytes; a: target, source, size r
     }
 }
 
-void cp_commit(Warp& w, const Instr&) {
-    w.cp_next++;
-    w.cp_open = 0;
-}
+void cp_commit(Warp& w, const Instr&) { w.cp_next++; }
 void cp_wait(Warp& w, const Instr& i) {  // n: groups that may be under way; m: wait_all
     uint32_t upto = i.m ? w.cp_next : w.cp_next - 1 - std::min(w.cp_next - 1, i.n);
     finish_copies(w, upto);

@@ -291,7 +291,6 @@ struct Parser {
         if (!known || !in.fn)
             fault("unknown opcode", "line %u: the emulator does not know `%s`; see CONTRIBUTING, how to add an opcode",
                   in.line, in.text.c_str());
-        k->wgmma |= opcode.rfind("wgmma.mma_async", 0) == 0;
         k->code.push_back(std::move(in));
     }
 

@@ -124,8 +124,8 @@ static bool in_warpgroup(const Warp& w, uint32_t agent, uint32_t kind) {
 // the tokens behind a request's end so, whose scores it masks. Where they were not dead the result is wrong, and that
 // shows.
 //
-// product: wgmma reads it. It may take rows that nobody wrote: they are NaN (start_cluster), and show where they are
-// used.
+// product: wgmma reads a line of a K-major operand, which is a row or column of the result of its own and may be
+// masked. It may be one that nobody wrote, which is NaN (start_cluster), or one that is cleared meanwhile.
 void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool product) {
     const uint32_t agent = stamp >> CLOCK_BITS;
     for (uint32_t k = a.at / 4; k <= (a.at + a.bytes - 1) / 4; k++) {

@@ -157,7 +157,6 @@ void tensor_load(Warp& w,
 
 void add_bulk(Warp& w, std::function<void()> read) {
     w.bulks.push_back({w.bulk_next, std::move(read)});
-    w.bulk_open++;
     if (machine(w).chance(machine(w).policy.now)) {
         w.bulks.back().read();
         w.bulks.pop_back();
@@ -242,10 +241,7 @@ void bulk_store(Warp& w, const Instr& i) {  // a: source, target, bytes
     }
 }
 
-void bulk_commit(Warp& w, const Instr&) {
-    w.bulk_next++;
-    w.bulk_open = 0;
-}
+void bulk_commit(Warp& w, const Instr&) { w.bulk_next++; }
 void bulk_wait(Warp& w, const Instr& i) { finish_bulk_reads(w, w.bulk_next - 1 - std::min(w.bulk_next - 1, i.n)); }
 void nothing(Warp&, const Instr&) {}
 

@@ -146,7 +146,7 @@ void wgmma(Warp& w, const Instr& i) {
         Descriptor(bits).chunks(first, count, mn_major, chunks);
         for (uint32_t& address : chunks) {
             Access a = shared_at(w, address, 16, 16, false);
-            note_read(w, a, Proxy::async, stamp, true);
+            note_read(w, a, Proxy::async, stamp, !mn_major);
             address = a.at;
         }
     };
@@ -169,6 +169,9 @@ void wgmma(Warp& w, const Instr& i) {
     op.values.assign(registers * LANES, 0.f);
     op.from.assign(registers, 0);
     const uint32_t number = w.first_op + uint32_t(w.wgmmas.size());
+    if (!(w.tag[i.list[0]] & PENDING) && w.epoch == w.wait_epoch)
+        fault("missing wgmma.fence",
+              "no wgmma.fence stands between this wgmma and what may have used its registers since the last wait");
     for (uint32_t k = 0; k < registers; k++) {
         uint32_t slot = i.list[k], tag = w.tag[slot];
         if (tag & PENDING) {
@@ -266,6 +269,7 @@ void finish_wgmmas(Warp& w, uint32_t group) {
     w.pending_slots = std::move(rest);
     w.wgmmas.erase(w.wgmmas.begin(), w.wgmmas.begin() + count);
     w.first_op += count;
+    w.wait_epoch = w.epoch;
 }
 
 bool decode_wgmma(Decoder& d) {
