@@ -27,6 +27,7 @@ CAPABILITY, SM_COUNT = (9, 0), 4
 INPUTS = ("query", "packed_query", "kv_cache", "block_tables", "seq_lens", "qo_indptr")
 CUDA = 2  # DLPack's device type
 CODES = {torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.float32: (2, 32), torch.int32: (0, 32)}
+CODES[torch.float8_e4m3fn] = 10, 8
 CLUSTER, PROGRAMMATIC = 4, 6  # ids of launch attributes
 
 
@@ -108,7 +109,8 @@ def regions(arguments: dict[str, Any]) -> list[Region]:
     for begin, size, name in sorted(tensors, key=lambda one: (one[2] in INPUTS, -one[1])):
         if size and not any(r.begin < begin + size and begin < r.begin + r.bytes for r in out):
             out.append(Region(begin, size, name not in INPUTS, name))
-    return out
+    scalars = {name: value for name, value in arguments.items() if name.endswith("_address") and value}
+    return out + [Region(value, 4, False, name) for name, value in scalars.items()]
 
 
 @dataclass

@@ -35,6 +35,7 @@ BIG, MINUS = 0x80000000, 0xFFFFFFFF
         ("shr.s32 %r3, %r2, 40;", [BIG], [MINUS]),
         ("min.s32 %r3, %r2, 1;", [MINUS, 3], [MINUS, 1]),
         ("min.u32 %r3, %r2, 1;", [MINUS], [1]),
+        ("min.relu.s32 %r3, %r2, 5;", [MINUS, 3, 9], [0, 3, 5]),
         ("popc.b32 %r3, %r2;", [0xF0F0], [8]),
         ("clz.b32 %r3, %r2;", [1, 0], [31, 32]),
         ("bfe.s32 %r3, %r2, 4, 4;", [0xF0, 0x70], [MINUS, 7]),
@@ -51,6 +52,8 @@ BIG, MINUS = 0x80000000, 0xFFFFFFFF
         ("cvt.s8.s32 %h1, %r2; cvt.s32.s16 %r3, %h1;", [0x80], [0xFFFFFF80]),
         ("mov.b32 {%h1, %h2}, %r2; mov.b32 %r3, {%h2, %h1};", [0x12345678], [0x56781234]),
         ("mul.wide.s16 %r3, %h1, 2;", [0], None),
+        ("div.u32 %r3, 6, %r2;", [0], None),
+        ("div.u32 %r4, 6, %r2; setp.eq.u32 %p1, %r2, 0; selp.b32 %r3, 9, %r4, %p1;", [0, 3], [9, 2]),
         (
             "{ .reg .pred p; setp.eq.s32 p, %r2, 0; @p bra IN; mov.b32 %r3, 1; bra OUT; IN: mov.b32 %r3, 2; OUT: }",
             [0, 9],

@@ -1,4 +1,5 @@
 // Integers and bits: PTX ISA 9.7.1, 9.7.2, 9.7.8 (logic, shifts), 9.7.9.7 (prmt).
+#include <algorithm>
 #include <type_traits>
 
 #include "emu.h"
@@ -30,17 +31,14 @@ BINARY(Max, a > b ? a : b)
 BINARY(And, a& b)
 BINARY(Or, a | b)
 BINARY(Xor, a ^ b)
+template <template <class> class Op> struct Relu {
+    static int32_t of(int32_t a, int32_t b) { return std::max(Op<int32_t>::of(a, b), 0); }
+};
 template <class T> struct Div {
-    static T of(T a, T b) {
-        if (b == 0) fault("division by zero", "an integer is divided by 0");
-        return b == T(-1) && std::is_signed_v<T> ? T(0 - Unsigned<T>(a)) : T(a / b);
-    }
+    static T of(T a, T b) { return b == T(-1) && std::is_signed_v<T> ? T(0 - Unsigned<T>(a)) : T(a / b); }
 };
 template <class T> struct Rem {
-    static T of(T a, T b) {
-        if (b == 0) fault("division by zero", "an integer is divided by 0");
-        return b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b);
-    }
+    static T of(T a, T b) { return b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b); }
 };
 template <class T> struct Neg {
     static T of(T a) { return T(0 - Unsigned<T>(a)); }
@@ -68,12 +66,16 @@ template <class T, class F> void binary(Warp& w, const Instr& i) {
     write(w, i.a[0], out);
 }
 
-template <class T, class F> void divide(Warp& w, const Instr& i) {  // lanes that do not run may hold a zero
+template <class T, class F> void divide(Warp& w, const Instr& i) {  // by 0 the result is undefined
     const uint32_t *a = w.in(i.a[1]), *b = w.in(i.a[2]);
     T out[LANES] = {};
-    for (int l = 0; l < LANES; l++)
-        if (w.exec >> l & 1) out[l] = F::of(lane<T>(a, l), lane<T>(b, l));
+    uint32_t undefined = 0;
+    for (int l = 0; l < LANES; l++) {
+        if (lane<T>(b, l)) out[l] = F::of(lane<T>(a, l), lane<T>(b, l));
+        else undefined |= 1u << l & w.exec;
+    }
     write(w, i.a[0], out);
+    w.def[i.a[0]] &= ~undefined;
 }
 
 template <class T> void mul_wide(Warp& w, const Instr& i) {
@@ -281,6 +283,11 @@ bool decode_arith(Decoder& d) {
     static const std::map<std::string, Handler (*)(Type)> unaries = {
         {"neg", pick_unary<Neg>}, {"abs", pick_unary<Abs>}, {"not", pick_unary<Not>}};
     auto b = binaries.find(op);
+    if ((op == "min" || op == "max") && t == Type::s32 && d.op.size() == 3 && d.has("relu")) {
+        i.fn = op == "min" ? binary<int32_t, Relu<Min>> : binary<int32_t, Relu<Max>>;
+        slots({t, t, t});
+        return true;
+    }
     if (b != binaries.end()) {
         if (d.op.size() > 2) return false;  // .cc, .sat
         i.fn = b->second(t);

@@ -144,17 +144,16 @@ std::unique_ptr<Module> parse(const std::string& text);
 
 // ---- what is known to have happened ---------------------------------------------------------------------------------
 
-// Vector clocks over the agents of a cluster: per warp four (its instructions, its wgmma groups, its bulk groups, its
-// cp.async), then one a mbarrier, whose clock is the number of its completed phases. `fenced` holds what a proxy fence
-// has passed on to asynchronous readers.
-// A barrier that some lanes of a warp arrive at passes on what all lanes did before their last bar.warp.sync, and of
-// these lanes (`lanes`, by warp of the cluster) what they did since.
+// Vector clocks over the agents of a cluster: per warp five (its instructions, its wgmma groups, its bulk groups, its
+// cp.async, its ldmatrix), then one a mbarrier, whose clock is the number of its completed phases. `fenced` holds what
+// a proxy fence has passed on to asynchronous readers. A barrier that some lanes of a warp arrive at passes on what all
+// lanes did before their last bar.warp.sync, and of these lanes (`lanes`, by warp of the cluster) what they did since.
 struct Known {
     std::vector<uint32_t> seen, fenced, lanes, lane_seen, lane_fenced;
     void join(const Known& other);
 };
 Known nothing_known(const Cluster& cluster);
-enum Kind : uint32_t { GENERIC = 0, WGMMA = 1, BULK = 2, CPASYNC = 3, KINDS = 4 };
+enum Kind : uint32_t { GENERIC = 0, WGMMA = 1, BULK = 2, CPASYNC = 3, MATRIX = 4, KINDS = 5 };
 constexpr uint32_t CLOCK_BITS = 22;
 constexpr uint32_t EVERY_LANE = 32;  // where one lane is asked for: it was done by all together
 
@@ -210,7 +209,7 @@ struct Warp {
     Cta* cta = nullptr;
     const Kernel* kernel = nullptr;
     uint32_t id = 0, global_id = 0;  // in the CTA; in the launch
-    uint32_t agent = 0;              // first of its four
+    uint32_t agent = 0;              // first of its own
     uint32_t live = ALL;
     Group now;  // the group that runs
     std::vector<Group> others;
@@ -257,7 +256,7 @@ struct Warp {
     uint32_t uniform(uint32_t slot, const char* what);  // the value that all lanes agree on
     uint64_t uniform64(uint32_t slot, const char* what);
     int first_lane() const { return __builtin_ctz(exec); }
-    void tick() { known.seen[agent]++; }
+    void tick() { known.seen[agent + MATRIX] = ++known.seen[agent]; }
     void sync() {
         synced[GENERIC] = known.seen[agent];
         synced[CPASYNC] = known.seen[agent + CPASYNC];

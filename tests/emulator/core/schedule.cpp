@@ -207,7 +207,7 @@ void start_cluster(Launch& launch) {
             w->agent = (rank * warps + id) * KINDS;
             w->global_id = number * warps + id;
             w->known = nothing_known(*cluster);
-            w->known.seen[w->agent] = 1;
+            w->known.seen[w->agent] = w->known.seen[w->agent + MATRIX] = 1;
             fill_specials(*w);
             cta->warps.push_back(std::move(w));
         }

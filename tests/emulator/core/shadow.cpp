@@ -25,7 +25,7 @@ Known nothing_known(const Cluster& cluster) {
     return {agents, agents, warps, warps, warps};
 }
 
-// What the lanes that run pass on to a barrier.
+// What the lanes that run pass on to a barrier. Of ldmatrix all: it is done for all lanes or for none.
 void publish(const Warp& w, Known& to) {
     if (w.exec == w.live) {
         to.join(w.known);
@@ -45,7 +45,7 @@ void publish(const Warp& w, Known& to) {
 }
 
 std::string agent_name(const Cluster& cluster, uint32_t agent) {
-    static const char* const kinds[] = {"", " (wgmma)", " (bulk copy)", " (cp.async)"};
+    static const char* const kinds[] = {"", " (wgmma)", " (bulk copy)", " (cp.async)", " (ldmatrix)"};
     for (auto& cta : cluster.ctas) {
         for (auto& warp : cta->warps)
             if (agent >= warp->agent && agent < warp->agent + KINDS)
@@ -117,7 +117,7 @@ static void behind_write(Warp& w, const Access& a, const Cell& cell, uint32_t at
 // Whether an agent is one of a warp of w's warpgroup, of that kind.
 static bool in_warpgroup(const Warp& w, uint32_t agent, uint32_t kind) {
     const Warp& first = *w.cta->warps[w.id / 4 * 4];
-    return agent >= first.agent && agent < first.agent + 4 * KINDS && agent % KINDS == kind;
+    return agent >= first.agent && agent < first.agent + 4 * KINDS && (agent - first.agent) % KINDS == kind;
 }
 
 // Zeros that a warp writes over rows which a product of its warpgroup may still read, or reads already: a kernel clears
@@ -152,7 +152,9 @@ void note_read(Warp& w, const Access& a, Proxy proxy, uint32_t stamp, bool produ
 }
 
 static void behind_read(Warp& w, uint32_t reader, uint32_t at, bool zeros) {
-    if (before(w.known.seen, reader) || (zeros && in_warpgroup(w, reader >> CLOCK_BITS, WGMMA))) return;
+    if (before(w.known.seen, reader) ||
+        (zeros && (in_warpgroup(w, reader >> CLOCK_BITS, WGMMA) || in_warpgroup(w, reader >> CLOCK_BITS, MATRIX))))
+        return;
     fault("race", "smem+%u is written, but a read by %s is not known to be over", at,
           agent_name(*w.cta->cluster, reader >> CLOCK_BITS).c_str());
 }

@@ -173,7 +173,7 @@ template <bool load> void matrix(Warp& w, const Instr& i) {
             Access a = shared_at(w, address[8 * k + r] + uint32_t(i.imm), 16, 16, false);
             at[r] = &a.cta->smem[a.at];
             if (load) {
-                note_read(w, a, Proxy::generic, w.stamp());
+                note_read(w, a, Proxy::generic, w.stamp(MATRIX, w.known.seen[w.agent]), true);
                 memcpy(rows[r], at[r], 16);
             }
         }
