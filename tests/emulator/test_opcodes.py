@@ -52,8 +52,7 @@ BIG, MINUS = 0x80000000, 0xFFFFFFFF
         ("cvt.s8.s32 %h1, %r2; cvt.s32.s16 %r3, %h1;", [0x80], [0xFFFFFF80]),
         ("mov.b32 {%h1, %h2}, %r2; mov.b32 %r3, {%h2, %h1};", [0x12345678], [0x56781234]),
         ("mul.wide.s16 %r3, %h1, 2;", [0], None),
-        ("div.u32 %r3, 6, %r2;", [0], None),
-        ("div.u32 %r4, 6, %r2; setp.eq.u32 %p1, %r2, 0; selp.b32 %r3, 9, %r4, %p1;", [0, 3], [9, 2]),
+        ("div.u32 %r3, 6, %r2;", [0, 4], [MINUS, 1]),
         (
             "{ .reg .pred p; setp.eq.s32 p, %r2, 0; @p bra IN; mov.b32 %r3, 1; bra OUT; IN: mov.b32 %r3, 2; OUT: }",
             [0, 9],

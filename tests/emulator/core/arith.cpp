@@ -34,11 +34,17 @@ BINARY(Xor, a ^ b)
 template <template <class> class Op> struct Relu {
     static int32_t of(int32_t a, int32_t b) { return std::max(Op<int32_t>::of(a, b), 0); }
 };
-template <class T> struct Div {
-    static T of(T a, T b) { return b == T(-1) && std::is_signed_v<T> ? T(0 - Unsigned<T>(a)) : T(a / b); }
+template <class T> struct Div {  // by 0: the ISA leaves it to the machine, which gives all ones
+    static T of(T a, T b) {
+        if (b == 0) return T(-1);
+        return b == T(-1) && std::is_signed_v<T> ? T(0 - Unsigned<T>(a)) : T(a / b);
+    }
 };
 template <class T> struct Rem {
-    static T of(T a, T b) { return b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b); }
+    static T of(T a, T b) {
+        if (b == 0) return a;
+        return b == T(-1) && std::is_signed_v<T> ? T(0) : T(a % b);
+    }
 };
 template <class T> struct Neg {
     static T of(T a) { return T(0 - Unsigned<T>(a)); }
@@ -64,18 +70,6 @@ template <class T, class F> void binary(Warp& w, const Instr& i) {
     T out[LANES];
     for (int l = 0; l < LANES; l++) out[l] = F::of(lane<T>(a, l), lane<T>(b, l));
     write(w, i.a[0], out);
-}
-
-template <class T, class F> void divide(Warp& w, const Instr& i) {  // by 0 the result is undefined
-    const uint32_t *a = w.in(i.a[1]), *b = w.in(i.a[2]);
-    T out[LANES] = {};
-    uint32_t undefined = 0;
-    for (int l = 0; l < LANES; l++) {
-        if (lane<T>(b, l)) out[l] = F::of(lane<T>(a, l), lane<T>(b, l));
-        else undefined |= 1u << l & w.exec;
-    }
-    write(w, i.a[0], out);
-    w.def[i.a[0]] &= ~undefined;
 }
 
 template <class T> void mul_wide(Warp& w, const Instr& i) {
@@ -214,11 +208,6 @@ template <template <class> class Op> Handler pick_unary(Type t) {
     PICK(t, F)
 #undef F
 }
-template <template <class> class Op> Handler pick_divide(Type t) {
-#define F(T) divide<T, Op<T>>
-    PICK(t, F)
-#undef F
-}
 template <template <class> class Op> Handler pick_mad(Type t) {
 #define F(T) mad<T, Op<T>>
     PICK(t, F)
@@ -279,7 +268,7 @@ bool decode_arith(Decoder& d) {
     static const std::map<std::string, Handler (*)(Type)> binaries = {
         {"add", pick_binary<Add>}, {"sub", pick_binary<Sub>}, {"min", pick_binary<Min>},
         {"max", pick_binary<Max>}, {"and", pick_binary<And>}, {"or", pick_binary<Or>},
-        {"xor", pick_binary<Xor>}, {"div", pick_divide<Div>}, {"rem", pick_divide<Rem>}};
+        {"xor", pick_binary<Xor>}, {"div", pick_binary<Div>}, {"rem", pick_binary<Rem>}};
     static const std::map<std::string, Handler (*)(Type)> unaries = {
         {"neg", pick_unary<Neg>}, {"abs", pick_unary<Abs>}, {"not", pick_unary<Not>}};
     auto b = binaries.find(op);
