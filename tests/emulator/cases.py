@@ -43,7 +43,8 @@ class Problem:
             q_lens=self.q_lens,
             num_heads=self.heads or max(1, config.rows // longest),
             page_size=config.page_rows * self.page_factor,
-            dtype=torch_dtype(config.in_dtype),
+            dtype=torch_dtype(config.q_dtype),
+            kv_dtype=torch_dtype(config.kv_dtype),
             **self.make,
         )
         moved: dict[str, Any] = {
@@ -93,6 +94,7 @@ def table() -> dict[str, tuple[Config, Problem]]:
     out: dict[str, tuple[Config, Problem]] = {}
     fully = {f"sm90_r{n}" for n in ("64_bf16_bf16_p64", "64_fp16_fp16_p16", "32_bf16_bf16_p32", "32_fp16_fp16_p64")}
     fully |= {f"sm90_r{n}" for n in ("16_fp16_fp16_p64", "16_bf16_bf16_p16", "8_bf16_bf16_p64", "8_fp16_fp16_p32")}
+    fully |= {f"sm90_r{n}" for n in ("64_bf16_e4m3_bf16_p64", "16_bf16_e4m3_bf16_p16", "64_e4m3_fp16_p16", "32_e4m3_bf16_p64")}
     configs: tuple[Config, ...] = dispatch.shipped()
     for config in configs:
         out[f"{config.name} first"] = config, FIRST
@@ -101,7 +103,7 @@ def table() -> dict[str, tuple[Config, Problem]]:
         for name, problem in (PROBLEMS | (FEW_PARTS if config.few else MORE | PARTS)).items():
             if problem.page_factor == 1 or config.page_rows == 64:
                 out[f"{config.name} {name}"] = config, problem
-        if config.in_dtype == "bf16":
+        if config.q_dtype == "bf16":
             out[f"{config.name} invariant"] = config, INVARIANT
     return out
 

@@ -58,11 +58,11 @@ def test_a_kernel_agrees_with_the_reference(name: str, seed: int) -> None:
     unit = problem.lse_mode if lse is not None else "basee"
     ref_out, ref_lse = expected_of(case, unit)
     if case.out_value is None:
-        assert_close(out, lse, ref_out, ref_lse, case.query.dtype, unit)
+        assert_close(out, lse, ref_out, ref_lse, case.kv_cache.dtype, unit, q_dtype=case.query.dtype)
         return
     assert_exact(out, ref_out)
     assert lse is not None
-    assert_lse_close(lse, ref_lse, unit)
+    assert_lse_close(lse, ref_lse, unit, q_dtype=case.query.dtype)
 
 
 def test_the_bits_do_not_depend_on_the_interleaving() -> None:
@@ -84,7 +84,7 @@ def test_both_launches_are_taken_from_the_launcher() -> None:
     decode, combine = own.launches
     assert decode.grid == (problem.ctas, 1, 1)
     assert decode.block == (config.threads, 1, 1)
-    assert config.smem_bytes <= decode.smem <= config.smem_bytes + 2048
+    assert config.smem_bytes <= decode.smem <= config.smem_bytes + 6144
     assert (decode.dependent, combine.dependent) == (False, True)
     assert own.module.steps > 10_000
 
