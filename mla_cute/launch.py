@@ -67,6 +67,8 @@ class Prepared:
         if workspace is None:
             workspace = torch.empty(plan.workspace_bytes, dtype=torch.int8, device=self.device)
         flat = workspace.view(-1)
+        if flat.numel() < plan.workspace_bytes:
+            raise ValueError(f"workspace_buffer has {flat.numel()} bytes, {plan.workspace_bytes} are needed")
         dtypes = (torch.int32, torch.float32, torch.int32)
         part_out, part_stat, split_info = (
             flat[section.offset : section.offset + section.bytes].view(dtype)

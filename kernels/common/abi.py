@@ -19,7 +19,7 @@ ARGUMENTS = (
     "packed_out",  # [total_q, H, 512]
     "lse",  # fp32 [batch, SQ, H], compact; neither is written where lse_scale is 0
     "packed_lse",  # [total_q, H]
-    "part_out",  # int32 [2 * num_ctas * min(slot_rows, 32) * 512]: rows of fp32 or, of blocks of 64, fp16
+    "part_out",  # int32, mla_cute/plan.py sizes it: rows of fp32 or, of blocks of 64 with a 16-bit cache, fp16
     "part_stat",  # fp32 [2 * num_ctas * slot_rows * 8]: (shift, sum) of a row or, of fp16, (those, scale, -) of a half
     "split_info",  # int32 [4 * num_ctas + work.HEAD_WORDS]; batch-invariant: mla_cute/plan.py sizes these three
     "batch",  # requests of this run

@@ -284,7 +284,8 @@ def find_line(c: cutlass.Constexpr, args, cta: Int32, words):
                 reached += others
     before = reached - mine
     holds = (line.start < line.end) & (before <= line.start) & (line.start < reached)
-    # one lane holds the start, so each sum is that lane's number
+    # one lane holds the start, so each sum is that lane's number; the first, should wrapped sums let several hold it
+    holds &= (cute.arch.vote_ballot_sync(holds) & ((1 << lane) - 1)) == 0
     low, before, *lengths = (sum_of(v if holds else Int32(0)) for v in (low, before, *first))
     return line, Place(line.start, low, before, Request(*lengths))
 
@@ -334,7 +335,7 @@ def next_segment(c: cutlass.Constexpr, args, line: Line, place: Place):
             first, last = share(steps, length, first), share(steps, length, last)
     block = group * line.team + line.member
     light = (line.steps < c.evict_first_steps).to(Int32)
-    b = b if lies & (block < blocks) & (last > 0) else Int32(-1)
+    b = b if lies & (block >= 0) & (block < blocks) & (last > 0) else Int32(-1)
     seg = Segment(b, *now, block, first, last, steps, Int32(0), slot, last, line.team, light)
     return seg._replace(end=last_step(c, args, seg)), place._replace(pos=pos), tail
 

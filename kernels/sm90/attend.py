@@ -89,6 +89,9 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, t
         limit=cute.make_rmem_tensor((2,), Int32),
         slack=cutlass.min(Float32(c.lazy) / args.scale_log2, Float32(1e30)),  # finite: -inf + slack stays -inf
     )
+    if tid == 0:  # read for each tile: with the scale in a register, ptxas computes P of the right warpgroup twice
+        smem.scale[w] = args.scale_log2
+    cute.arch.barrier(barrier_id=Barrier.WARPGROUP + w, number_of_threads=128)
     follow(bars, smem.segments, partial(attend_segment, c, w, me, mmas, smem, bars, args), (Int32(0), Int32(0)))
 
 
@@ -167,7 +170,7 @@ def left_half(c: cutlass.Constexpr, w: cutlass.Constexpr, me, mmas, smem, bars, 
     warpgroup.wait_group(0)
     arrive(bars.half_empty)
     cute.arch.mbarrier_wait(bars.p_full + 1, phase)
-    rescale(me, adopt(me, smem, args))
+    rescale(me, adopt(w, me, smem))
     clear_dead(c, w, me, smem, seg, 2 * step + 1, 3)
     warpgroup.fence()
     issue(mmas.pv, me.out, me.p[None, None, None, 1], me.value[None, None, None, 3])
@@ -182,7 +185,7 @@ def right_half(
     issue_scores(c, w, me, mmas, bars, phase, 0, 9)
     warpgroup.commit_group()
     cute.arch.mbarrier_wait(bars.p_full, phase)
-    moved = adopt(me, smem, args)
+    moved = adopt(w, me, smem)
     clear_dead(c, w, me, smem, seg, 2 * step, 1)
     warpgroup.wait_group(1)  # waits for nothing: tells ptxas that O is not in flight
     rescale(me, moved)
@@ -241,7 +244,7 @@ def softmax(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, masked, 
     """P of the own tile to registers, relative to the rows' reference. Returns whether a row of this warp moved: then
     O is still to be multiplied by alpha.
     """
-    scale, s = args.scale_log2, me.scores
+    scale, s = smem.scale[w], me.scores
     if (tile + 1) * c.tile > masked:
         for e in cutlass.range_constexpr(cute.size(s)):
             if me.coord[e][1] + tile * c.tile >= me.limit[(e // 2) % 2]:
@@ -292,13 +295,13 @@ def publish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, bars, phase):
 
 
 @cute.jit
-def adopt(me, smem, args):
+def adopt(w: cutlass.Constexpr, me, smem):
     """Take over the references that the other warpgroup used for its tile; returns whether a row of this warp moved."""
     new = [smem.ref[me.row], smem.ref[me.row + 8]]
     moved = cute.arch.vote_any_sync((new[0] != me.ref[0]) | (new[1] != me.ref[1]))
     if moved:
         for r in cutlass.range_constexpr(2):
-            move(me, r, new[r], args.scale_log2)
+            move(me, r, new[r], smem.scale[w])
     return moved
 
 

@@ -16,7 +16,7 @@ DTYPES = ("bf16", "fp16")  # of outputs
 INPUTS = (("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("bf16", "e4m3"), ("fp16", "e4m3"))  # query, cache
 FP8 = "e4m3"
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory a CTA may have on sm_90
-FEW_ROWS = (8, 16, 24, 32)  # what the few-row kernel compiles for; rows_for picks among SHIPPED_FEW
+FEW_ROWS = (8, 16, 24, 32)  # what the swapped form compiles for besides 64; rows_for picks among those shipped
 SHIPPED_FEW = (8, 16, 32)
 SHIPPED_FEW_FP8 = (16, 32)
 
@@ -171,7 +171,7 @@ class DecodeConfig:
 
     @property
     def merge_ctas(self) -> int:
-        """CTAs of combine for each of decode: as many as fit on an SM at once, few rows: beside decode."""
+        """CTAs of combine for each of decode: as many as fit on an SM at once; few rows: one, beside decode."""
         return 1 if self.few else 4
 
     @property

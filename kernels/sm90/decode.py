@@ -226,14 +226,20 @@ def layout_type(c, name):
 
 
 def row_numbers(c):
-    """Numbers of a row: the reference and each warpgroup's sum; swapped form: see attend_swapped.py."""
+    """Each warpgroup's scale of scores, and of a row the reference and each warpgroup's sum; swapped form: see
+    attend_swapped.py.
+    """
     row = cute.make_layout((c.rows,))
     if c.swapped:
         warps = cute.make_layout((c.rows, c.math_warps), stride=(c.math_warps, 1))
         gain = {"gain": (Float32, row)} if c.row_gains else {}
         one = dict.fromkeys(("high", "shift", "alpha"), (Float32, row))
         return {"limit": (Int32, row), **one, **gain, "top": (Float32, warps), "sum": (Float32, warps)}
-    return {"ref": (Float32, row), "sum": (Float32, cute.make_layout((c.rows, 2, 2)))}
+    return {
+        "scale": (Float32, cute.make_layout((2,))),
+        "ref": (Float32, row),
+        "sum": (Float32, cute.make_layout((c.rows, 2, 2))),
+    }
 
 
 def tiled_mmas(c):

@@ -26,11 +26,11 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg, whol
     live, row = work.live_rows(c, args, seg), work.first_row(c, args, seg)
     if seg.last - seg.first < seg.steps:
         live = cutlass.min(live, args.slot_rows)  # a longer request than was planned must not leave its slot
-        store_partial(c, w, me, args, seg, live, row)
+        store_partial(c, w, me, smem, args, seg, live, row)
     else:
         for r in cutlass.range_constexpr(2):
             mine = me.row + 8 * r
-            me.alpha[r], lse = row_result(shift_of(c, me.ref[r], args.scale_log2), me.total[r], args)
+            me.alpha[r], lse = row_result(shift_of(c, me.ref[r], smem.scale[w]), me.total[r], args)
             if const_expr(w == 0):
                 if (me.tid % 4 == 0) & (mine < live) & (args.lse_scale != 0.0):
                     args.lse[row + mine] = lse
@@ -57,7 +57,7 @@ def trade(low, high, upper, offset: cutlass.Constexpr):
 
 
 @cute.jit
-def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, seg, live, row):
+def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg, live, row):
     """O in fp16, times a power of two for each half of a row, and (shift, sum, what undoes the power, 0) of the half.
     Place 8n + 2i + v of it in the slot has column 64i + 2n + v: what a thread holds is 16 bytes, and what lanes of
     combine write is whole sectors.
@@ -79,7 +79,7 @@ def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, seg, liv
         top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
         gain, scale = half_scale(cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2)))
         if (lane == 0) & (mine < live):
-            stat[0], stat[1], stat[2] = shift_of(c, me.ref[r], args.scale_log2), me.total[r], scale
+            stat[0], stat[1], stat[2] = shift_of(c, me.ref[r], smem.scale[w]), me.total[r], scale
             cute.autovec_copy(stat, cute.local_tile(args.part_stat, (4,), (2 * at + w,)))
         line = args.part_out.iterator + at.to(cutlass.Int64) * c.latent + (w * c.half + lane * 8)
         for k in cutlass.range_constexpr(groups // 4):

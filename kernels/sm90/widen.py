@@ -70,17 +70,15 @@ def widened(word):
 @cute.jit
 def widen_query(c: cutlass.Constexpr, smem, scale, warp, lane):
     """The query rows in place, a row a warp at a time: to fp16, in the order of the keys' places."""
-    words = 2  # of 16 bytes, that hold 16 latents
-    groups = c.head_dim // 16
+    groups = c.head_dim // 16  # of latents, in two words of 16 bytes
     for row in cutlass.range(warp, c.rows, c.math_warps, unroll=1):
-        raw = [cute.make_rmem_tensor((4 * words,), Int32) for _ in range(2)]
+        raw = [cute.make_rmem_tensor((8,), Int32) for _ in range(2)]  # of groups lane and LANES + lane
         for k in cutlass.range_constexpr(2):
             raw[k].fill(0)
             if lane + k * LANES < groups:
-                for j in cutlass.range_constexpr(words):
-                    cute.autovec_copy(
-                        word(c, smem, row, (lane + k * LANES) * words + j), cute.local_tile(raw[k], (4,), (j,))
-                    )
+                for j in cutlass.range_constexpr(2):
+                    source = word(c, smem, row, (lane + k * LANES) * 2 + j)
+                    cute.autovec_copy(source, cute.local_tile(raw[k], (4,), (j,)))
         factor = Float32(1.0)
         if const_expr(c.row_gains):
             factor, gain = row_factor(raw)
@@ -120,8 +118,4 @@ def row_factor(raw):
             top = cutlass.max(top, cutlass.max(part[i] & 0x7FFFFFFF, (part[i] << 16) & 0x7FFFFFFF))
     top = cute.arch.warp_redux_sync(top, kind="max")
     power = cutlass.min(cutlass.max(269 - (top >> 23), 1), 253)  # 127 + k
-    return as_float(power << 23), as_float((254 - power) << 23)
-
-
-def as_float(bits):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
+    return (power << 23).bitcast(Float32), ((254 - power) << 23).bitcast(Float32)

@@ -110,7 +110,7 @@ def test_every_kernel(config: Any, device: torch.device) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5])
 def test_every_number_of_rows(tokens: int, device: torch.device) -> None:
-    """Up to one more than the few-row kernels hold: full and partial blocks of each."""
+    """Up to one more than the kernels of few rows hold: full and partial blocks of each."""
     for heads in range(1, ROWS[-2] // tokens + 2):
         launch_and_check(make_case("random", [131, 0, 70], q_lens=tokens, num_heads=heads, device=device))
 
