@@ -285,7 +285,8 @@ def find_line(c: cutlass.Constexpr, args, cta: Int32, words):
     before = reached - mine
     holds = (line.start < line.end) & (before <= line.start) & (line.start < reached)
     # one lane holds the start, so each sum is that lane's number; the first, should wrapped sums let several hold it
-    holds &= (cute.arch.vote_ballot_sync(holds) & ((1 << lane) - 1)) == 0
+    mask = cute.arch.vote_ballot_sync(holds)
+    holds = (mask & -mask) >> lane & 1 != 0
     low, before, *lengths = (sum_of(v if holds else Int32(0)) for v in (low, before, *first))
     return line, Place(line.start, low, before, Request(*lengths))
 

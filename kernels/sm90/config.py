@@ -155,7 +155,7 @@ class DecodeConfig:
         # with fewer the KV warp spills, with more the math warps of 32 rows
         if self.fp8:
             return 72 if self.few else 40
-        return 48 if self.few and self.rows < 32 else 40
+        return 56 if self.few and self.rows < 32 else 40
 
     @property
     def consumer_regs(self) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import filelock
 
 from mla_cute import cache
-from mla_cute.dispatch import KernelConfig
+from mla_cute.dispatch import KernelConfig, shipped
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".pytest_cache" / "emulator"  # what is built stays between runs
@@ -32,6 +32,15 @@ kernel = compile.compile_kernel(config, remarks=True)
 kernel.export_to_c(sys.argv[2], function_name=config.name)
 print(json.dumps(str(kernel.ir_module)))
 """
+
+
+def tested() -> tuple[KernelConfig, ...]:
+    """The kernels that the tests compile: of the two output types, which the stores alone know, one for each number of
+    rows, pair of inputs and page size; with ALL_KERNELS=1, all that are shipped.
+    """
+    if os.environ.get("ALL_KERNELS"):
+        return shipped()
+    return tuple(c for c in shipped() if c.out_dtype == ("fp16" if c.page_rows == 16 else "bf16"))
 
 
 @dataclass(frozen=True)

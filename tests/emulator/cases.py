@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 import mla_cute
-from mla_cute import dispatch
 from mla_cute.plan import forced_ctas
 from mla_cute.problem import DTYPES, KV_LORA_RANK
 from mla_cute.testing import Case, make_case, padded, poisoned
+
+from .build import tested
 
 Result = tuple[Tensor, Tensor | None]
 Config = Any  # of a kernels/*/config.py
@@ -60,7 +61,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-# Of every shipped kernel: tails, a request without tokens, several requests to a CTA.
+# Of every kernel that is tested: tails, a request without tokens, several requests to a CTA.
 FIRST = Problem((100, 0, 131), 2)
 
 # Of each number of rows, with one page size and dtype.
@@ -92,11 +93,11 @@ INVARIANT = Problem((1100, 2100, 64), 4, plan={"batch_invariant": True})
 def table() -> dict[str, tuple[Config, Problem]]:
     """All cases by name."""
     out: dict[str, tuple[Config, Problem]] = {}
-    fully = {f"sm90_r{n}" for n in ("64_bf16_bf16_p64", "64_fp16_fp16_p16", "32_bf16_bf16_p32", "32_fp16_fp16_p64")}
-    fully |= {f"sm90_r{n}" for n in ("16_fp16_fp16_p64", "16_bf16_bf16_p16", "8_bf16_bf16_p64", "8_fp16_fp16_p32")}
-    fully |= {f"sm90_r{n}" for n in ("64_bf16_e4m3_bf16_p64", "16_bf16_e4m3_bf16_p16")}
+    fully = {f"sm90_r{n}" for n in ("64_bf16_bf16_p64", "64_fp16_fp16_p16", "32_bf16_bf16_p32", "32_fp16_bf16_p64")}
+    fully |= {f"sm90_r{n}" for n in ("16_fp16_bf16_p64", "16_bf16_fp16_p16", "8_bf16_bf16_p64", "8_fp16_bf16_p32")}
+    fully |= {f"sm90_r{n}" for n in ("64_bf16_e4m3_bf16_p64", "16_bf16_e4m3_fp16_p16")}
     fully |= {f"sm90_r{n}" for n in ("64_e4m3_fp16_p16", "32_e4m3_bf16_p64")}
-    configs: tuple[Config, ...] = dispatch.shipped()
+    configs: tuple[Config, ...] = tested()
     for config in configs:
         out[f"{config.name} first"] = config, FIRST
         if config.name not in fully:
