@@ -121,7 +121,7 @@ MISTAKES = {
     ),
     "a slot filled before it is free": Mistake(
         edit(rf"{WAIT}((?:{GAP}(?!mbarrier\.try_wait)[^\n]*\n){{0,6}}?\s*mbarrier\.arrive\.expect_tx)", r"\1"),
-        ("race", "barrier count"),
+        ("race", "barrier count", "missing wait"),
     ),
     "data read before it is there": Mistake(edit(rf"{WAIT}({GAP}wgmma\.fence)", r"\1"), ("missing wait",)),
     "a page id off by one": Mistake(
@@ -177,7 +177,8 @@ MISTAKES = {
         edit(r"(st\.global\.v4\.b32 \t\[%rd\d+)\]", r"\1+1048576]", every=True), ("out of bounds",), problem=SPLIT
     ),
     "a load between words": Mistake(
-        edit(r"(ld\.shared\.v4\.b32 \t\{[^}]*\}, \[%r\d+\+)176\]", r"\g<1>180]"), ("misaligned",)
+        edit(r"(ld\.shared\.v4\.b32 \t\{[^}]*\}, \[%r\d+\+)(\d+)\]", lambda m: f"{m[1]}{int(m[2]) + 4}]", every=True),
+        ("misaligned",),
     ),
     "shared memory behind the end": Mistake(
         edit(r"(cp\.async\.bulk\.tensor\.5d[^\n]*\[%r\d+\+)206848\]", r"\g<1>306176]"), ("out of bounds",)
