@@ -154,8 +154,7 @@ class BatchMLADecodePagedTSWrapper:
             the pages that hold it), whatever the other requests are, its place among them, batch_size, max_kv_len and
             the GPU's number of SMs. They may depend on num_heads, max_seq_len_q, page_size and the dtypes. It costs
             time, most where few requests leave SMs without work, and workspace: for each 2,048 of max_kv_len tokens,
-            up to 131,072, and each 64 query rows of each request 68 KB, 134 KB with an
-            e4m3 cache.
+            up to 131,072, and each 64 query rows of each request 68 KB, 134 KB with an e4m3 cache.
         Others as in batch_mla_decode_with_paged_kv_cache. validate=False skips the checks of these arguments.
 
         Raises as batch_mla_decode_with_paged_kv_cache does; after an error the previous plan is still in force.

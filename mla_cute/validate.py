@@ -190,8 +190,8 @@ def check_problem(problem: MLAProblem) -> None:
     check_choice("lse_mode", problem.lse_mode, LSE_MODES)
     if problem.page_size not in PAGE_SIZES:
         fail("page_size (dimension -2 of kv_cache)", f"be one of {', '.join(map(str, PAGE_SIZES))}", problem.page_size)
-    allowed = [str(TORCH_DTYPES[kv]) for q, kv in INPUT_DTYPES if q == problem.q_dtype]
     if (problem.q_dtype, problem.kv_dtype) not in INPUT_DTYPES:
+        allowed = [str(TORCH_DTYPES[kv]) for q, kv in INPUT_DTYPES if q == problem.q_dtype]
         what = f"have dtype {' or '.join(allowed)}, as query has {TORCH_DTYPES[problem.q_dtype]}"
         fail("kv_cache (kv_data_type, kv_dtype)", what, TORCH_DTYPES[problem.kv_dtype], NotImplementedError)
     if problem.max_kv_len > MAX_KV_LEN:

@@ -208,7 +208,7 @@ def wasteful(steps, team, alone):
 @cute.jit
 def line_of(c: cutlass.Constexpr, args, team: Int32, steps: Int32, groups: Int32, longest: Int32, cta: Int32) -> Line:
     """Lay the batch out. team: args.team, or 1 where that is wasteful."""
-    teams, index, most = args.divisors.teams, divide(cta, args.divisors.team), args.max_entries
+    teams, index = args.divisors.teams, divide(cta, args.divisors.team)
     member = cta - index * team
     most = divide(args.max_entries, args.divisors.team)
     if team == 1:

@@ -15,6 +15,7 @@ KERNEL = "mla_cute.kernels.sm90.decode:Decode"
 DTYPES = ("bf16", "fp16")  # of outputs
 INPUTS = (("bf16", "bf16"), ("fp16", "fp16"), ("e4m3", "e4m3"), ("bf16", "e4m3"), ("fp16", "e4m3"))  # query, cache
 FP8 = "e4m3"
+THIRD = 192  # columns of a piece in the swapped form, of 576
 SMEM_LIMIT = 232_448  # bytes of dynamic shared memory a CTA may have on sm_90
 FEW_ROWS = (8, 16, 24, 32)  # what the swapped form compiles for besides 64; rows_for picks among those shipped
 SHIPPED_FEW = (8, 16, 32)
@@ -171,7 +172,7 @@ class DecodeConfig:
 
     @property
     def merge_ctas(self) -> int:
-        """CTAs of combine for each of decode: as many as fit on an SM at once; few rows: one, beside decode."""
+        """CTAs of combine for each of decode: as many as fit on an SM at once; few rows: one, see merge_flight."""
         return 1 if self.few else 4
 
     @property
@@ -189,7 +190,7 @@ class DecodeConfig:
     @property
     def word_rows(self) -> int:
         """Rows of fp32 that a slot has room for, the same for all kernels of a cache's dtype: a workspace for more
-        query rows serves fewer, too. 64 rows of fp16 take no more than 32.
+        query rows serves fewer, too. With a 16-bit cache 64 rows are fp16, and take no more than 32.
         """
         return 64 if self.fp8 else 32
 
@@ -205,9 +206,9 @@ class DecodeConfig:
     @property
     def rings(self) -> dict[str, Ring]:
         if self.fp8:
-            return {"third": Ring(192, 15 if self.rows <= 16 else 12 if self.few or not self.widen_keys else 9)}
+            return {"third": Ring(THIRD, 15 if self.rows <= 16 else 12 if self.few or not self.widen_keys else 9)}
         if self.few:  # beside combine's shared memory
-            return {"third": Ring(192, 8 if self.rows <= 16 else 7)}
+            return {"third": Ring(THIRD, 8 if self.rows <= 16 else 7)}
         return {"half": Ring(256, 4), "rope": Ring(64, 2)}  # two tiles
 
     @property
@@ -221,7 +222,7 @@ class DecodeConfig:
     @property
     def slot_bytes(self) -> int:
         """Of a ring of thirds."""
-        return self.tile * 192 * self.kv_bytes
+        return self.tile * THIRD * self.kv_bytes
 
     @property
     def fragments(self) -> int:

@@ -159,17 +159,17 @@ def query_segment(c: cutlass.Constexpr, tma, smem, bars, args, tid, seg, phase):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(bars.query_full, c.rows * c.head_dim * c.q_bytes)
         cute.copy(tma.query, frm[None, batch], to[None], tma_bar_ptr=bars.query_full)
-    elif args.even_rows:
+    else:
         cute.arch.mbarrier_wait(bars.query_empty, phase)
+        if not args.even_rows:
+            copy_rows(c, smem, args, seg, batch, warp_idx, tid % LANES)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(bars.query_full)
-    else:
-        copy_rows(c, smem, bars, args, seg, batch, warp_idx, tid % LANES, phase)
     return phase ^ 1
 
 
 @cute.jit
-def copy_rows(c: cutlass.Constexpr, smem, bars, args, seg, batch, warp_idx, lane, phase):
+def copy_rows(c: cutlass.Constexpr, smem, args, seg, batch, warp_idx, lane):
     """A warp's share of the rows, by asynchronous copies of 16 bytes; rows past the last become zeros."""
     words = c.head_dim * c.q_bytes // WORD
     live = work.live_rows(c, args, seg)
@@ -180,7 +180,6 @@ def copy_rows(c: cutlass.Constexpr, smem, bars, args, seg, batch, warp_idx, lane
     head = flat - token * args.heads
     line = batch.to(Int64) * query.stride[0] + (seg.q_first + token).to(Int64) * query.stride[1]
     line = query.iterator.toint() + (line + head.to(Int64) * query.stride[2]) * c.q_bytes
-    cute.arch.mbarrier_wait(bars.query_empty, phase)
     for i in cutlass.range((c.rows - warp_idx + c.query_warps - 1) // c.query_warps, unroll=1):
         row = warp_idx + i * c.query_warps
         source = cute.arch.shuffle_sync(line, i)
@@ -196,8 +195,6 @@ def copy_rows(c: cutlass.Constexpr, smem, bars, args, seg, batch, warp_idx, lane
     cute.arch.inline_ptx("cp.async.wait_all;")
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(bars.query_full)
 
 
 @cute.jit

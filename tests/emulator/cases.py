@@ -10,8 +10,9 @@ from torch import Tensor
 
 import mla_cute
 from mla_cute.plan import forced_ctas
-from mla_cute.problem import DTYPES, KV_LORA_RANK
+from mla_cute.problem import KV_LORA_RANK
 from mla_cute.testing import Case, make_case, padded, poisoned
+from mla_cute.validate import TORCH_DTYPES
 
 from .build import tested
 
@@ -44,8 +45,8 @@ class Problem:
             q_lens=self.q_lens,
             num_heads=self.heads or max(1, config.rows // longest),
             page_size=config.page_rows * self.page_factor,
-            dtype=torch_dtype(config.q_dtype),
-            kv_dtype=torch_dtype(config.kv_dtype),
+            dtype=TORCH_DTYPES[config.q_dtype],
+            kv_dtype=TORCH_DTYPES[config.kv_dtype],
             **self.make,
         )
         moved: dict[str, Any] = {
@@ -53,12 +54,6 @@ class Problem:
         }
         case = replace(case, **moved)
         return replace(case, query=padded(case.query, -2, 3)) if self.spread else case
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, DTYPES[name].torch_name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 # Of every kernel that is tested: tails, a request without tokens, several requests to a CTA.
@@ -112,7 +107,7 @@ def table() -> dict[str, tuple[Config, Problem]]:
 
 def run(config: Config, problem: Problem, case: Case) -> Result:
     """The public plan and run, on the case's device, with out and LSE full of NaN beforehand."""
-    query, dtype = case.query, torch_dtype(config.out_dtype)
+    query, dtype = case.query, TORCH_DTYPES[config.out_dtype]
     out = poisoned(*query.shape[:-1], KV_LORA_RANK, dtype=dtype, device=query.device)
     lse = poisoned(*query.shape[:-1], dtype=torch.float32, device=query.device) if problem.lse_mode != "none" else None
     wrapper = mla_cute.BatchMLADecodePagedTSWrapper()

@@ -17,10 +17,10 @@ from mla_cute import dispatch, launch
 from mla_cute.api import problem_of
 from mla_cute.problem import MLAProblem
 from mla_cute.testing import Case, assert_close, assert_exact, assert_lse_close, expected_of
-from mla_cute.validate import Call
+from mla_cute.validate import TORCH_DTYPES, Call
 
 from .build import compiled, tested
-from .cases import run, table, torch_dtype
+from .cases import run, table
 from .launcher import CAPABILITY, Kernel, emulated, kernel
 
 CASES = table()
@@ -36,7 +36,7 @@ def seeds(name: str) -> range:
 
 def problem_of_case(case: Case, config: Any) -> MLAProblem:
     call = Call(*case.tensors, case.qo_indptr, 1.0, 1.0, None, None)
-    out_dtype = torch_dtype(config.out_dtype)
+    out_dtype = TORCH_DTYPES[config.out_dtype]
     return problem_of(call, case.max_seq_len_q, case.max_kv_len, case.mask_type, out_dtype, "none")
 
 
