@@ -11,6 +11,7 @@ one piece of a row: MERGE_LANES lanes with 16 bytes each read a part, in THREADS
 are many depends on how many rows have as many: see is_shared.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -20,7 +21,7 @@ from cutlass.cute import FastDivmodDivisorV2
 from cutlass.memory import SmemAllocator
 
 from .common.bundle import bundle
-from .common.math import row_result, scale_by
+from .common.math import row_result, scale_by, with_output
 from .common.work import NO_CUT, ONE_GROUP
 from .common.work_device import LANES
 
@@ -31,13 +32,15 @@ FEW_PARTS = 8  # up to which it does so, whatever the rows
 # what combine takes of decode's arguments
 READS = (
     *("out", "lse", "part_out", "part_stat", "split_info"),
-    *("slot_rows", "batch_invariant", "max_entries", "scale2_address", "out_scale", "lse_scale"),
+    *("slot_rows", "batch_invariant", "out_bf16", "max_entries", "scale2_address", "out_scale", "lse_scale"),
 )
 
 
-def arguments(given):
-    """On the host, of decode's arguments."""
-    return bundle(**{name: getattr(given, name) for name in READS}, by_slot=FastDivmodDivisorV2(given.slot_rows))
+def arguments(given, ctas):
+    """On the host, of decode's arguments. ctas: combine's own."""
+    return bundle(
+        **{name: getattr(given, name) for name in READS}, ctas=ctas, by_slot=FastDivmodDivisorV2(given.slot_rows)
+    )
 
 
 class Split(NamedTuple):
@@ -52,7 +55,6 @@ class Split(NamedTuple):
 def combine(c: cutlass.Constexpr, args):
     tid, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
-    ctas, _, _ = cute.arch.grid_dim()
     warp_idx, lane = cute.arch.make_warp_uniform(tid // LANES), tid % LANES
     smem = SmemAllocator()
     s_mask = smem.allocate_tensor(Int32, cute.make_layout((2, WARPS)), byte_alignment=16)
@@ -64,7 +66,7 @@ def combine(c: cutlass.Constexpr, args):
     head = args.split_info.iterator + 4 * args.max_entries
     cuts = cute.arch.load(head, Int32, sem="acquire", scope="gpu")
     if cuts == ONE_GROUP:
-        list_group(c, args, s_split, s_count, ctas, tid)
+        list_group(c, args, s_split, s_count, tid)
     args = args._replace(out_scale=scale_by(args.out_scale, args.scale2_address))
     if (cuts != NO_CUT) | (cta == 0):  # one CTA waits in any case: this kernel must not end before decode
         cute.arch.griddepcontrol_wait()
@@ -72,8 +74,8 @@ def combine(c: cutlass.Constexpr, args):
     begin = Int32(0)
     while begin < s_count[2]:
         if cuts != ONE_GROUP:
-            list_splits(c, args, s_mask, s_split, s_count, ctas, begin, tid, warp_idx, lane)
-        merge_all(c, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid)
+            list_splits(c, args, s_mask, s_split, s_count, begin, tid, warp_idx, lane)
+        merge_all(c, args, s_split, s_count, s_stat, s_acc, cta, tid)
         cute.arch.sync_threads()  # the list may be overwritten
         begin += THREADS
 
@@ -89,23 +91,25 @@ def shared_pieces(c):
 
 
 @cute.jit
-def is_shared(c: cutlass.Constexpr, args, parts, blocks, ctas):
+def is_shared(c: cutlass.Constexpr, args, parts, blocks):
     """1 if CTAs share the rows of a block, of so many blocks that have more than FEW_PARTS parts. A CTA takes a
     piece through in about the time in which a warp alone reads 8 parts (H200, rows of 8 to 32 with 16 and 33 parts:
     sharing won in up to 2 rounds of pieces, was level at 4 rounds and 16 parts, lost at 8 and 16). Batch-invariant,
     the parts alone decide.
     """
-    rounds = blocks * args.slot_rows * shared_pieces(c) <= ctas * ((parts + 7) // 8)
+    rounds = blocks * args.slot_rows * shared_pieces(c) <= args.ctas * ((parts + 7) // 8)
     own, by_rows = (parts > c.invariant_parts).to(Int32), ((parts > FEW_PARTS) & rounds).to(Int32)
     return own if args.batch_invariant != 0 else by_rows
 
 
 @cute.jit
-def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, ctas, tid):
+def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, tid):
     """What is listed: s_count[0] blocks to merge by warps alone, then s_count[1] to share."""
     warp_idx, lane, each = cute.arch.make_warp_uniform(tid // LANES), tid % LANES, lane_columns(c)
     pieces, chunks = c.latent // HALF, HALF // (LANES * each)
-    for item in cutlass.range(cta * WARPS + warp_idx, s_count[0] * args.slot_rows * pieces, ctas * WARPS, unroll=1):
+    for item in cutlass.range(
+        cta * WARPS + warp_idx, s_count[0] * args.slot_rows * pieces, args.ctas * WARPS, unroll=1
+    ):
         split, row, piece = find_item(args, s_split, Int32(0), item, pieces)
         place = piece * HALF + lane * each
         if row < split.rows:
@@ -113,7 +117,7 @@ def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, 
             store(c, args, acc, stat, split.row + row, place)
     width, streams = MERGE_LANES * each, THREADS // MERGE_LANES
     pieces = shared_pieces(c)
-    for item in cutlass.range(cta, s_count[1] * args.slot_rows * pieces, ctas, unroll=1):
+    for item in cutlass.range(cta, s_count[1] * args.slot_rows * pieces, args.ctas, unroll=1):
         split, row, piece = find_item(args, s_split, s_count[0], item, pieces)
         place = piece * width + lane % MERGE_LANES * each
         if row < split.rows:
@@ -126,14 +130,14 @@ def merge_all(c: cutlass.Constexpr, args, s_split, s_count, s_stat, s_acc, cta, 
 
 
 @cute.jit
-def list_group(c: cutlass.Constexpr, args, s_split, s_count, ctas, tid):
+def list_group(c: cutlass.Constexpr, args, s_split, s_count, tid):
     """list_splits() for the blocks of the one group that there is: entry i names block i."""
     row, rows, parts, team = (args.split_info[4 * args.max_entries + 1 + i] for i in range(4))
     blocks = (rows + c.rows - 1) // c.rows
     if tid < blocks:
         put(args, s_split, tid, tid, row + tid * c.rows, cutlass.min(rows - tid * c.rows, c.rows), parts, team)
     if tid == 0:
-        shared = blocks * is_shared(c, args, parts, blocks, ctas)
+        shared = blocks * is_shared(c, args, parts, blocks)
         s_count[0], s_count[1] = blocks - shared, shared
     cute.arch.sync_threads()
 
@@ -153,7 +157,7 @@ def find_item(args, s_split, before, item, pieces: cutlass.Constexpr):
 
 
 @cute.jit
-def list_splits(c: cutlass.Constexpr, args, s_mask, s_split, s_count, ctas, begin, tid, warp_idx, lane):
+def list_splits(c: cutlass.Constexpr, args, s_mask, s_split, s_count, begin, tid, warp_idx, lane):
     """Of up to THREADS entries from `begin` on, the blocks that they name to s_split, those for warps alone before
     those to share, each in order; s_count: how many.
     """
@@ -161,7 +165,7 @@ def list_splits(c: cutlass.Constexpr, args, s_mask, s_split, s_count, ctas, begi
     at = cutlass.min(begin + tid, s_count[2] - 1)
     cute.autovec_copy(cute.local_tile(args.split_info, (4,), (at,)), info)  # (row, rows, parts, stride)
     parts = info[2] if at == begin + tid else Int32(0)
-    shared = is_shared(c, args, parts, count_threads(parts > FEW_PARTS), ctas)
+    shared = is_shared(c, args, parts, count_threads(parts > FEW_PARTS))
     kinds = ((parts > 0) & (shared == 0), shared != 0)
     masks = [cute.arch.vote_ballot_sync(kind) for kind in kinds]
     if lane == 0:
@@ -309,11 +313,18 @@ def store(c: cutlass.Constexpr, args, acc, stat, row, place):
     run, apart, column = 4, LANES * 4, place
     if const_expr(c.part_dtype.width == 16):
         run, apart, column = 2, HALF // 4, place // HALF * HALF + place % HALF // 4
-    some = cute.make_rmem_tensor((run,), args.out.element_type)
-    line = args.out.iterator + row.to(Int64) * c.latent + column
-    for k in cutlass.range_constexpr(cute.size(acc) // run):
-        for i in cutlass.range_constexpr(run):
-            some[i] = (acc[run * k + i] * gain).to(args.out.element_type)
-        cute.autovec_copy(some, cute.make_tensor((line + k * apart).align(2 * run), cute.make_layout(run)))
+    for i in cutlass.range_constexpr(cute.size(acc)):
+        acc[i] = acc[i] * gain
+    with_output(args, partial(store_runs, acc, run, apart, row.to(Int64) * c.latent + column))
     if (place == 0) & (args.lse_scale != 0.0):
         args.lse[row] = lse
+
+
+@cute.jit
+def store_runs(acc, run: cutlass.Constexpr, apart: cutlass.Constexpr, place, out):
+    """acc in runs of neighbouring elements, the first at `place` of the output, the others `apart` from each other."""
+    some, line = cute.make_rmem_tensor((run,), out.element_type), out.iterator + place
+    for k in cutlass.range_constexpr(cute.size(acc) // run):
+        for i in cutlass.range_constexpr(run):
+            some[i] = acc[run * k + i].to(out.element_type)
+        cute.autovec_copy(some, cute.make_tensor((line + k * apart).align(2 * run), cute.make_layout(run)))

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import mla_cute
 from mla_cute import aot, dispatch
-from mla_cute.problem import DTYPES, INPUT_DTYPES, OUT_DTYPES
+from mla_cute.problem import DTYPES, INPUT_DTYPES
 
 ARCHES = click.Choice(sorted(dispatch.KERNELS))
 DTYPE = click.Choice(list(DTYPES))
@@ -103,7 +103,6 @@ def aot_group() -> None:
 def _by_dtype(command: Callable[..., None]) -> Callable[..., None]:
     """The options that choose kernels by their dtypes."""
     for name, what, names in (
-        ("out", "outputs", list(OUT_DTYPES)),
         ("kv", "caches", list(DTYPES)),
         ("q", "queries", list(DTYPES)),
     ):
@@ -142,7 +141,7 @@ def aot_build(arch: str, patterns: Sequence[str], out: Path, jobs: int | None, *
     anything else is refused.
 
     PATTERN is a kernel's name as `aot list` prints it, in which * stands for anything. Options about different things
-    narrow the choice together: --kv-dtype e4m3 --out-dtype bf16 are the kernels of an FP8 cache and bf16 outputs.
+    narrow the choice together: --kv-dtype e4m3 --q-dtype bf16 are the kernels of an FP8 cache and bf16 queries.
     """
     configs = _matching(dispatch.shipped(arch), patterns, dtypes, arch)
     jobs = min(jobs or min(4, os.cpu_count() or 1), len(configs))

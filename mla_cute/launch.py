@@ -35,10 +35,7 @@ class Bound(NamedTuple):
     part_out: Any
     part_stat: Any
     split_info: Any
-    no_query: Any  # these stand where the other of a pair of arguments is given; never read or written
-    no_out: Any
-    no_lse: Any
-    unwanted_lse: Any  # stands where no LSE is wanted
+    no_query: Any  # stands where the other of the two queries is given; never read
     seq_len_q: int
     causal: int
     max_kv_len: int
@@ -46,6 +43,7 @@ class Bound(NamedTuple):
     num_ctas: int
     team: int
     batch_invariant: int
+    out_bf16: int
     lse_scale: float
 
 
@@ -74,20 +72,13 @@ class Prepared:
             flat[section.offset : section.offset + section.bytes].view(dtype)
             for section, dtype in zip(plan.sections, dtypes, strict=True)
         )
-        # leading extents of the form that runs have, and of the other
-        own, other = ((1,), (1, 1)) if problem.packed else ((1, 1), (1,))
-
-        def stand_in(dtype: torch.dtype, *shape: int) -> Any:
-            return converted(flat[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-
+        dtype = TORCH_DTYPES[problem.q_dtype]
+        no_query = flat[: HEAD_DIM * dtype.itemsize].view(dtype)
         return Bound(
             part_out=converted(part_out),
             part_stat=converted(part_stat),
             split_info=converted(split_info),
-            no_query=stand_in(TORCH_DTYPES[problem.q_dtype], *other, 1, HEAD_DIM),
-            no_out=stand_in(TORCH_DTYPES[problem.out_dtype], *other, 1, KV_LORA_RANK),
-            no_lse=stand_in(torch.float32, *other, 1),
-            unwanted_lse=stand_in(torch.float32, *own, 1),
+            no_query=converted(no_query.view(1, 1, 1, -1) if problem.packed else no_query.view(1, 1, -1)),
             seq_len_q=0 if problem.packed else problem.max_seq_len_q,
             causal=int(problem.mask_type == "causal"),
             max_kv_len=problem.max_kv_len,
@@ -95,6 +86,7 @@ class Prepared:
             num_ctas=plan.num_ctas,
             team=plan.team,
             batch_invariant=int(problem.batch_invariant),
+            out_bf16=int(problem.out_dtype == "bf16"),
             lse_scale=LSE_SCALE[problem.lse_mode],
         )
 
@@ -195,16 +187,17 @@ def _launch(
     launch: Callable[..., Any], bound: Bound, call: Arguments, out: Tensor, lse: Tensor | None, requests: int
 ) -> None:
     query, kv_cache, block_tables, seq_lens, qo_indptr, bmm1_scale, bmm2_scale, _, _ = call
-    part_out, part_stat, split_info, no_query, no_out, no_lse, given_lse = bound[:7]
-    seq_len_q, causal, max_kv_len, slot_rows, num_ctas, team, batch_invariant, lse_scale = bound[7:]
+    part_out, part_stat, split_info, no_query = bound[:4]
+    seq_len_q, causal, max_kv_len, slot_rows, num_ctas, team, batch_invariant, out_bf16, lse_scale = bound[4:]
+    lse_address = 0
     if lse is None:
         lse_scale = 0.0
     else:
-        given_lse = lse
+        lse_address = lse.data_ptr()
     if seq_len_q:
-        queries, outs, lses, qo_indptr = (query, no_query), (out, no_out), (given_lse, no_lse), split_info  # not read
+        queries, qo_indptr = (query, no_query), split_info  # not read
     else:
-        queries, outs, lses = (no_query, query), (no_out, out), (no_lse, given_lse)
+        queries = no_query, query
     scale1_address = scale2_address = 0
     # isinstance(x, Tensor) takes 0.1 us, hence the test before it
     if type(bmm1_scale) is not float and isinstance(bmm1_scale, Tensor):
@@ -222,8 +215,6 @@ def _launch(
         block_tables,
         seq_lens,
         qo_indptr,
-        *outs,
-        *lses,
         part_out,
         part_stat,
         split_info,
@@ -235,6 +226,9 @@ def _launch(
         num_ctas,
         team,
         batch_invariant,
+        out_bf16,
+        out.data_ptr(),
+        lse_address,
         scale1_address,
         scale2_address,
         bmm1_scale * LOG2_E,

@@ -15,10 +15,6 @@ ARGUMENTS = (
     "block_tables",  # int32 [>= batch, width], last stride 1
     "seq_lens",  # int32 [>= batch]
     "qo_indptr",  # int32 [>= batch + 1]; fixed: any int32 vector, it is not read
-    "out",  # [batch, SQ, H, 512], compact
-    "packed_out",  # [total_q, H, 512]
-    "lse",  # fp32 [batch, SQ, H], compact; neither is written where lse_scale is 0
-    "packed_lse",  # [total_q, H]
     "part_out",  # int32, mla_cute/plan.py sizes it: rows of fp32 or, of blocks of 64 with a 16-bit cache, fp16
     "part_stat",  # fp32 [2 * num_ctas * slot_rows * 8]: (shift, sum) of a row or, of fp16, (those, scale, -) of a half
     "split_info",  # int32 [4 * num_ctas + work.HEAD_WORDS]; batch-invariant: mla_cute/plan.py sizes these three
@@ -30,6 +26,9 @@ ARGUMENTS = (
     "num_ctas",  # grid of the decode kernel
     "team",  # CTAs that take neighbouring blocks of a request together, see work.py
     "batch_invariant",  # 0 or 1
+    "out_bf16",  # 1: the output is bf16, 0: fp16
+    "out_address",  # int64: of the output, compact rows (token x head) of 512
+    "lse_address",  # int64: of an fp32 for each of these rows; not written where lse_scale is 0
     "scale1_address",  # int64: of an fp32 in device memory that multiplies scale_log2 when the kernel runs; 0: none
     "scale2_address",  # the same for out_scale
     "scale_log2",  # bmm1_scale * log2(e); log2(e) where scale1_address has bmm1_scale
@@ -55,7 +54,7 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
     def vector(dtype: Any, align: int) -> Any:
         return make_fake_compact_tensor(dtype, (extent(),), assumed_align=align)
 
-    q_dtype, kv_dtype, out_dtype = (types[name] for name in (config.q_dtype, config.kv_dtype, config.out_dtype))
+    q_dtype, kv_dtype = types[config.q_dtype], types[config.kv_dtype]
     return (
         strided(q_dtype, extent(), extent(), extent(), config.head_dim, align=16),
         strided(q_dtype, extent(), extent(), config.head_dim, align=16),
@@ -63,15 +62,11 @@ def fake_arguments(config: Any) -> tuple[Any, ...]:
         strided(cutlass.Int32, extent(), extent(), align=4),
         vector(cutlass.Int32, 4),
         vector(cutlass.Int32, 4),
-        strided(out_dtype, extent(), extent(), extent(), config.latent, align=16),
-        strided(out_dtype, extent(), extent(), config.latent, align=16),
-        strided(cutlass.Float32, extent(), extent(), extent(), align=4),
-        strided(cutlass.Float32, extent(), extent(), align=4),
         vector(cutlass.Int32, 32),
         vector(cutlass.Float32, 32),
         vector(cutlass.Int32, 32),
-        *(cutlass.Int32(1) for _ in range(8)),
-        *(cutlass.Int64(0) for _ in range(2)),
+        *(cutlass.Int32(1) for _ in range(9)),
+        *(cutlass.Int64(0) for _ in range(4)),
         *(cutlass.Float32(1.0) for _ in range(3)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int32
 
 
 def shift_of(c, ref, scale):
@@ -35,3 +35,12 @@ def row_result(shift, total, args):
     gain = Float32(0.0) if empty else args.out_scale * cute.arch.rcp_approx(total)
     lse = -Float32.inf if empty else (shift + cute.math.log2(total, fastmath=True)) * args.lse_scale
     return gain, lse
+
+
+@cute.jit
+def with_output(args, body: cutlass.Constexpr):
+    """body(out), with the output's rows in the dtype that they have: one compiled kernel serves both."""
+    if args.out_bf16 != 0:
+        body(cute.make_tensor(cute.recast_ptr(args.out.iterator, dtype=BFloat16), args.out.layout))
+    else:
+        body(cute.make_tensor(cute.recast_ptr(args.out.iterator, dtype=Float16), args.out.layout))

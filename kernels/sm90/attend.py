@@ -82,7 +82,7 @@ def attend(c: cutlass.Constexpr, w: cutlass.Constexpr, mmas, smem, bars, args, t
         own_p_acc=cute.make_tensor(own_p.iterator, scores.layout),  # the same registers in accumulator order
         store=store,
         store_p=store.partition_D(smem.rope),
-        store_out=store.partition_D(output_view(c, smem.half, c.output_slots[w], c.dtype)),
+        store_out=store.partition_D(output_view(c, smem.half, c.output_slots[w])),
         ref=cute.make_rmem_tensor((2,), Float32),
         total=cute.make_rmem_tensor((2,), Float32),
         alpha=cute.make_rmem_tensor((2,), Float32),

@@ -50,8 +50,8 @@ class Piece(NamedTuple):
 class DecodeConfig:
     """One compiled kernel. Nothing of the batch is in it, so a new batch never recompiles.
 
-    q_dtype, kv_dtype: one of INPUTS; out_dtype: one of DTYPES. page_rows: tokens a TMA copy takes from one page:
-    min(page_size, 64), of an e4m3 cache 16 or 64. The page size, a multiple of them, is a run-time shift.
+    q_dtype, kv_dtype: one of INPUTS; the output's dtype is known at run time alone. page_rows: tokens a TMA copy takes
+    from a page: min(page_size, 64), of an e4m3 cache 16 or 64. The page size, a multiple of them, is a run-time shift.
     rows: query rows (token x head) a CTA. 64 are the M of a WGMMA, and two math warpgroups share each pair of tiles;
     8, 16, 24 or 32 ("few") are the N of WGMMAs whose M is tokens or latents (the swapped form), and one math warpgroup
     does a tile. With an e4m3 cache all rows take the swapped form, by two math warpgroups for each pair of tiles.
@@ -59,7 +59,6 @@ class DecodeConfig:
 
     q_dtype: str
     kv_dtype: str
-    out_dtype: str
     page_rows: int
     rows: int = 64
 
@@ -83,7 +82,7 @@ class DecodeConfig:
     @property
     def name(self) -> str:
         inputs = self.q_dtype if self.kv_dtype == self.q_dtype else f"{self.q_dtype}_{self.kv_dtype}"
-        return f"sm90_r{self.rows}_{inputs}_{self.out_dtype}_p{self.page_rows}"
+        return f"sm90_r{self.rows}_{inputs}_p{self.page_rows}"
 
     @property
     def few(self) -> bool:
@@ -293,15 +292,14 @@ def config_for(problem: MLAProblem) -> DecodeConfig:
     page_rows = min(problem.page_size, DecodeConfig.tile)
     if problem.kv_dtype == FP8 and page_rows == 32:
         page_rows = 16  # two copies a page: not worth kernels of their own
-    return DecodeConfig(problem.q_dtype, problem.kv_dtype, problem.out_dtype, page_rows, rows_for(problem))
+    return DecodeConfig(problem.q_dtype, problem.kv_dtype, page_rows, rows_for(problem))
 
 
 def shipped() -> tuple[DecodeConfig, ...]:
     """Every kernel of this architecture."""
     return tuple(
-        DecodeConfig(q, kv, out, page_rows, rows)
+        DecodeConfig(q, kv, page_rows, rows)
         for q, kv in INPUTS
         for rows in (64, *reversed(SHIPPED_FEW_FP8 if kv == FP8 else SHIPPED_FEW))
-        for out in DTYPES
         for page_rows in ((16, 64) if kv == FP8 else (16, 32, 64))
     )

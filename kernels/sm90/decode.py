@@ -32,7 +32,7 @@ from ..common.work import HEAD_WORDS
 from .attend import attend as attend_rows
 from .attend_swapped import attend as attend_swapped
 from .config import DecodeConfig
-from .layouts import CHUNK, DTYPES, cache_view, one_output, one_query, query_view, slot_layout, swizzled, tiled_mma
+from .layouts import CHUNK, DTYPES, cache_view, one_query, query_view, rows_at, slot_layout, swizzled, tiled_mma
 from .load import fill_empty, load_kv, load_query, prefetch_table
 
 
@@ -57,10 +57,6 @@ class Decode:
         block_tables: cute.Tensor,
         seq_lens: cute.Tensor,
         qo_indptr: cute.Tensor,
-        out: cute.Tensor,
-        packed_out: cute.Tensor,
-        lse: cute.Tensor,
-        packed_lse: cute.Tensor,
         part_out: cute.Tensor,
         part_stat: cute.Tensor,
         split_info: cute.Tensor,
@@ -72,6 +68,9 @@ class Decode:
         num_ctas: Int32,
         team: Int32,
         batch_invariant: Int32,
+        out_bf16: Int32,
+        out_address: Int64,
+        lse_address: Int64,
         scale1_address: Int64,
         scale2_address: Int64,
         scale_log2: Float32,
@@ -82,8 +81,8 @@ class Decode:
         c = self.c
         query = one_query(query, packed_query, seq_len_q == 0, c.q_place)
         total = query.shape[0] * query.shape[1] * query.shape[2]  # rows
-        out = one_output(out, packed_out, seq_len_q == 0, (total, c.latent), 16)
-        lse = one_output(lse, packed_lse, seq_len_q == 0, (total,), 4)
+        out = rows_at(out_address, c.dtype, (total, c.latent), 16)  # of 16-bit words: see with_output
+        lse = rows_at(lse_address, Float32, (total,), 4)
         load, cache = cpasync.CopyBulkTensorTileG2SOp(), cache_view(kv_cache, c.page_rows)
         rows, even_rows = query_view(query)
         boxes = {name: (8, CHUNK, ring.columns // CHUNK, c.page_rows // 8) for name, ring in c.rings.items()}
@@ -97,7 +96,7 @@ class Decode:
                 cute.make_layout((total, CHUNK, columns), stride=(c.latent, 1, CHUNK)),
             )
             store = cpasync.CopyBulkTensorTileS2GOp()
-            atoms["out"] = cpasync.make_tiled_tma_atom(store, out_rows, swizzled(out.element_type, box), box)
+            atoms["out"] = cpasync.make_tiled_tma_atom(store, out_rows, swizzled(c.dtype, box), box)
         given = bundle(
             query=query,
             even_rows=even_rows,
@@ -118,6 +117,7 @@ class Decode:
             num_ctas=num_ctas,
             team=team,
             batch_invariant=batch_invariant,
+            out_bf16=out_bf16,
             max_entries=(cute.size(split_info) - HEAD_WORDS) // 4,
             divisors=work.divisors(num_ctas, team, query.shape[2]),
             scale1_address=scale1_address,
@@ -135,12 +135,13 @@ class Decode:
             min_blocks_per_mp=c.blocks_per_sm,
             preferred_smem_carveout=100 if c.combine_beside else None,
         )
-        combine(c, arguments(given)).launch(
-            grid=[cutlass.max(num_ctas * c.merge_ctas, c.least_merge_ctas), 1, 1],
+        merge_ctas = cutlass.max(num_ctas * c.merge_ctas, c.least_merge_ctas)
+        combine(c, arguments(given, merge_ctas)).launch(
+            grid=[merge_ctas, 1, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=c.merge_ctas,
+            min_blocks_per_mp=max(c.merge_ctas, 2),  # beside decode it has half of the registers
             preferred_smem_carveout=100 if c.combine_beside else 25,  # 100: as decode
         )
 

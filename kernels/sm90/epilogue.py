@@ -1,11 +1,13 @@
 """The end of a segment: normalised rows to the output, or a partial result of a cut block to its workspace slot."""
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, const_expr
 
 from ..common import work_device as work
-from ..common.math import half_scale, row_result, shift_of
+from ..common.math import half_scale, row_result, shift_of, with_output
 from .config import Barrier
 from .layouts import CHUNK
 
@@ -35,9 +37,9 @@ def finish(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, seg, whol
                 if (me.tid % 4 == 0) & (mine < live) & (args.lse_scale != 0.0):
                     args.lse[row + mine] = lse
         if whole:
-            stage_output(c, me, args)
+            with_output(args, partial(stage_output, c, me))
         else:
-            store_output(c, w, me, args, live, row)
+            with_output(args, partial(store_output, c, w, me, row, live))
 
 
 @cute.jit
@@ -92,13 +94,12 @@ def store_partial(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, se
 
 
 @cute.jit
-def stage_output(c: cutlass.Constexpr, me, args):
+def stage_output(c: cutlass.Constexpr, me, out):
     """O times the rows' factors (alpha) to the shared memory from which the KV warp stores it."""
-    dtype = args.out.element_type
     for k in cutlass.range_constexpr(c.half // CHUNK):
-        part = cute.make_rmem_tensor(me.scores.layout, dtype)
+        part = cute.make_rmem_tensor(me.scores.layout, out.element_type)
         for e in cutlass.range_constexpr(cute.size(part)):
-            part[e] = (me.out[k * cute.size(part) + e] * me.alpha[(e // 2) % 2]).to(dtype)
+            part[e] = (me.out[k * cute.size(part) + e] * me.alpha[(e // 2) % 2]).to(out.element_type)
         words = cute.recast_tensor(part, c.dtype)
         cute.copy(me.store, me.store.retile(words), me.store_out[None, None, None, k])
     cute.arch.fence_proxy("async.shared", space="cta")
@@ -106,7 +107,7 @@ def stage_output(c: cutlass.Constexpr, me, args):
 
 
 @cute.jit
-def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, live, row):
+def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, row, live, out):
     """O times the rows' factors (alpha). Lane l of a quad holds columns 2l, 2l+1 of every group of 8. A 4 x 4 transpose
     in the quad gives each lane 8 columns in a row of every fourth group: one 16-byte store.
     """
@@ -114,12 +115,12 @@ def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, live, row
     groups = cute.make_tensor(me.out.iterator, cute.make_layout((2, 2, 4, c.half // 32), stride=(1, 2, 4, 16)))
     for r in cutlass.range_constexpr(2):
         mine = me.row + 8 * r
-        line = args.out.iterator + (row + mine).to(cutlass.Int64) * c.latent + (w * c.half + lane * 8)
+        line = out.iterator + (row + mine).to(cutlass.Int64) * c.latent + (w * c.half + lane * 8)
         for k in cutlass.range_constexpr(c.half // 32):
-            part = cute.make_rmem_tensor((2, 4), args.out.element_type)
+            part = cute.make_rmem_tensor((2, 4), out.element_type)
             for i in cutlass.range_constexpr(4):
                 for j in cutlass.range_constexpr(2):
-                    part[j, i] = (groups[j, r, i, k] * me.alpha[r]).to(args.out.element_type)
+                    part[j, i] = (groups[j, r, i, k] * me.alpha[r]).to(out.element_type)
             packed = cute.recast_tensor(part, Int32)
             v = [packed[i] for i in range(4)]
             for i in cutlass.range_constexpr(2):  # lanes 1 apart trade groups 2i, 2i+1
@@ -131,7 +132,7 @@ def store_output(c: cutlass.Constexpr, w: cutlass.Constexpr, me, args, live, row
                 words[i] = v[i]
             if mine < live:
                 target = cute.make_tensor((line + 32 * k).align(16), cute.make_layout(8))
-                cute.autovec_copy(cute.recast_tensor(words, args.out.element_type), target)
+                cute.autovec_copy(cute.recast_tensor(words, out.element_type), target)
 
 
 def row_of(me, e):
@@ -187,9 +188,9 @@ def finish_swapped(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, s
     else:
         meet(c)
         if const_expr(c.fp8):
-            store_pairs(c, w, me, smem, args.out, first, live)
+            store_pairs(c, w, me, smem, args, first, live)
         else:
-            store_rows(c, me, smem, args.out, first, live)
+            with_output(args, partial(store_rows, c, me, smem, first, live))
     meet(c)  # the rows' numbers may be overwritten
 
 
@@ -220,38 +221,41 @@ def store_columns(c: cutlass.Constexpr, w: cutlass.Constexpr, me, target, first,
 
 
 @cute.jit
-def store_pairs(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, target, first, live):
-    """Rows times their factor (alpha) to 16-bit rows of `target` from `first` on: a word of two latents a lane, and
-    eight lanes fill a sector.
+def store_pairs(c: cutlass.Constexpr, w: cutlass.Constexpr, me, smem, args, first, live):
+    """Rows times their factor (alpha) to the output's from `first` on: a word of two latents a lane, and eight lanes
+    fill a sector. Both dtypes are made of each: for code of its own for each, 64 rows lack registers.
     """
-    line = target.iterator + (first + me.row).to(cutlass.Int64) * c.latent + latent_of(c, w, me.tid)
-    two = cute.make_rmem_tensor((2,), target.element_type)
+    line = args.out.iterator + (first + me.row).to(cutlass.Int64) * c.latent + latent_of(c, w, me.tid)
+    two = [cute.make_rmem_tensor((2,), dtype) for dtype in (BFloat16, Float16)]
     for e in cutlass.range_constexpr(c.rows // 4):
         if row_of(me, e) < live:
             gain = smem.alpha[row_of(me, e)]
             for n in cutlass.range_constexpr(len(me.blocks)):
                 for v in cutlass.range_constexpr(2):
-                    two[v] = (me.blocks[n][(e % 2, v, e // 2), 0, 0] * gain).to(target.element_type)
+                    x = me.blocks[n][(e % 2, v, e // 2), 0, 0] * gain
+                    two[0][v], two[1][v] = x.to(BFloat16), x.to(Float16)
+                bf16, fp16 = (cute.recast_tensor(pair, Int32)[0] for pair in two)
                 place = line + (row_after(e) * c.latent + n * CHUNK)
-                cute.autovec_copy(two, cute.make_tensor(place.align(4), cute.make_layout(2)))
+                word = cute.make_tensor(cute.recast_ptr(place.align(4), dtype=Int32), cute.make_layout(1))
+                word[0] = bf16 if args.out_bf16 != 0 else fp16
 
 
 @cute.jit
-def store_rows(c: cutlass.Constexpr, me, smem, target, first, live):
-    """Rows times their factor (alpha) to 16-bit rows of `target` from `first` on. Eight lanes hold neighbouring
+def store_rows(c: cutlass.Constexpr, me, smem, first, live, out):
+    """Rows times their factor (alpha) to the output's from `first` on. Eight lanes hold neighbouring
     latents of two rows, and again 8 latents on: two trades give each lane four latents of one row, and the warp 16.
     """
     upper, right = (me.tid & 4) != 0, (me.tid & 8) != 0
     latent = (me.tid // 32) * 16 + (me.tid & 8) + (me.tid & 16) // 4
-    four = cute.make_rmem_tensor((4,), target.element_type)
+    four = cute.make_rmem_tensor((4,), out.element_type)
     for g in cutlass.range_constexpr(c.rows // 8):
         mine = me.row + (me.tid & 4) // 4 + 8 * g
         gain = smem.alpha[mine]
-        line = target.iterator + (first + mine).to(cutlass.Int64) * c.latent + latent
+        line = out.iterator + (first + mine).to(cutlass.Int64) * c.latent + latent
         for n in cutlass.range_constexpr(c.latent // CHUNK):
             pairs = [trade(me.blocks[n][(0, v, g), 0, 0], me.blocks[n][(1, v, g), 0, 0], upper, 4) for v in range(2)]
             for i in cutlass.range_constexpr(2):
                 a, b = trade(pairs[0][i], pairs[1][i], right, 8)
-                four[i], four[2 + i] = (a * gain).to(target.element_type), (b * gain).to(target.element_type)
+                four[i], four[2 + i] = (a * gain).to(out.element_type), (b * gain).to(out.element_type)
             if mine < live:
                 cute.autovec_copy(four, cute.make_tensor((line + n * CHUNK).align(8), cute.make_layout(4)))

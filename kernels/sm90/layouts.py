@@ -61,10 +61,10 @@ def value_view(c, slots):
     return cute.composition(slots, cute.make_layout((c.half, c.tile, count), stride=(c.tile, 1, c.tile * c.half)))
 
 
-def output_view(c, slots, slot, dtype):
+def output_view(c, slots, slot):
     """A half slot as 64 rows of half of O: (rows, 64, chunks), as TMA stores them."""
-    layout = swizzled(dtype, (c.rows, CHUNK, c.half // CHUNK))
-    pointer = cute.recast_ptr(slots.iterator + slot * (c.tile * c.half), layout.inner, dtype)
+    layout = swizzled(c.dtype, (c.rows, CHUNK, c.half // CHUNK))
+    pointer = cute.recast_ptr(slots.iterator + slot * (c.tile * c.half), layout.inner, c.dtype)
     return cute.make_tensor(pointer, layout.outer)
 
 
@@ -123,11 +123,9 @@ def one_query(query, packed, is_packed, dtype: cutlass.Constexpr):
     return cute.make_tensor(pointer, cute.make_layout((batch, tokens, heads, dim), stride=(apart, token, head, 1)))
 
 
-@cute.jit
-def one_output(plain, packed, is_packed, shape, align: cutlass.Constexpr):
-    """A compact output of this shape, plain or packed."""
-    address = packed.iterator.toint() if is_packed else plain.iterator.toint()
-    pointer = cute.make_ptr(plain.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
+def rows_at(address, dtype, shape, align):
+    """A compact tensor in device memory."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, cute.make_ordered_layout(shape, order=tuple(range(len(shape)))[::-1]))
 
 

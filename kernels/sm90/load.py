@@ -123,7 +123,7 @@ def store_output(c: cutlass.Constexpr, tma, smem, bars, args, phase, row):
     target = cute.local_tile(cute.domain_offset((row, 0, 0), tma.m_out), box, (0, 0, None))
     for w in cutlass.range_constexpr(2):
         slot = c.output_slots[w]
-        source = output_view(c, smem.half, slot, args.out.element_type)
+        source = output_view(c, smem.half, slot)
         frm, to = cpasync.tma_partition(
             tma.out, 0, cute.make_layout(1), cute.group_modes(source, 0, 3), cute.group_modes(target, 0, 3)
         )

@@ -37,8 +37,8 @@ class Probe:
             gain, scale = half_scale(tops[i])  # type: ignore[no-untyped-call]
             scales[i, 0], scales[i, 1] = gain, scale
         for i in range(asked.shape[0]):
-            args = bundle(slot_rows=asked[i, 0], batch_invariant=asked[i, 4])
-            shared[i] = Int32(is_shared(self.c, args, asked[i, 1], asked[i, 2], asked[i, 3]))
+            args = bundle(slot_rows=asked[i, 0], ctas=asked[i, 3], batch_invariant=asked[i, 4])
+            shared[i] = Int32(is_shared(self.c, args, asked[i, 1], asked[i, 2]))
 
 
 def main() -> None:
@@ -50,9 +50,7 @@ def main() -> None:
         asked = torch.tensor(questions[str(rows)], dtype=torch.int32)
         shared = torch.zeros(len(asked), dtype=torch.int32)
         tensors = [given(tensor) for tensor in (tops, scales, asked, shared)]
-        compiled = cute.compile(
-            Probe(DecodeConfig("bf16", "bf16", "bf16", 64, rows)), *tensors, Int64(0), given(scaled)
-        )
+        compiled = cute.compile(Probe(DecodeConfig("bf16", "bf16", 64, rows)), *tensors, Int64(0), given(scaled))
         for i, address in enumerate((0, factor.data_ptr())):
             compiled(*tensors, address, given(scaled[i : i + 1]))
         answers.append(shared.tolist())

@@ -7,7 +7,7 @@ os.environ.setdefault("CUTE_DSL_ARCH", "sm_90a")  # read when cutlass is importe
 
 import torch
 from cutlass import Int32, Int64, cute
-from mla_cute.kernels.sm90.layouts import one_output, one_query
+from mla_cute.kernels.sm90.layouts import one_query
 
 from .work_probe import given
 
@@ -16,21 +16,19 @@ class Probe:
     @cute.jit
     def __call__(self, plain: cute.Tensor, packed: cute.Tensor, seq_len_q: Int32, found: cute.Tensor) -> None:
         query = one_query(plain, packed, seq_len_q == 0, plain.element_type)
-        out = one_output(plain, packed, seq_len_q == 0, (query.shape[0] * query.shape[1] * query.shape[2], 576), 16)
-        shape_and_stride = (*query.shape[:3], *query.stride[:3], out.shape[0], out.stride[0])
-        for i, value in enumerate((*shape_and_stride, query.iterator.toint(), out.iterator.toint())):
+        for i, value in enumerate((*query.shape[:3], *query.stride[:3], query.iterator.toint())):
             found[i] = Int64(value)
 
 
 def main() -> None:
     plain = torch.zeros(2, 3, 5, 576, dtype=torch.bfloat16)
     packed = torch.zeros(7, 8, 576, dtype=torch.bfloat16)[:, :4]
-    found = torch.zeros(10, dtype=torch.int64)
+    found = torch.zeros(7, dtype=torch.int64)
     tensors = given(plain), given(packed)
     compiled = cute.compile(Probe(), *tensors, Int32(0), given(found))
     results = []
     for seq_len_q, taken in ((0, packed), (3, plain)):
         compiled(*tensors, seq_len_q, given(found))
-        values = found.tolist()
-        results.append([*values[:8], *(value - taken.data_ptr() for value in values[8:])])
+        *values, address = found.tolist()
+        results.append([*values, address - taken.data_ptr()])
     print(json.dumps(results))

@@ -25,7 +25,7 @@ print(sorted(config.name for config in done))
 
 
 def test_the_command_builds_what_loads_without_cutlass_or_a_compiler(tmp_path: Path) -> None:
-    name = "sm90_r64_bf16_bf16_p64"
+    name = "sm90_r64_bf16_p64"
     arguments = ["aot", "build", "--arch", "sm_90a", "--select", name, "-o", str(tmp_path / "bundle")]
     run(f"from mla_cute.cli import main; main({arguments!r})")
     load = f"""
@@ -198,7 +198,7 @@ def test_the_command_is_not_misled(tmp_path: Path) -> None:
     assert "'sm_80' is not one of" in build("--arch", "sm_80")
     assert "no kernel exists for sm_100a yet" in build("--arch", "sm_100a")
     assert "no kernel has these dtypes" in build("--arch", "sm_90a", "--q-dtype", "e4m3", "--kv-dtype", "bf16")
-    assert "nothing* matches none of sm90_r64_bf16_bf16_p16" in build("--arch", "sm_90a", "--select", "nothing*")
+    assert "nothing* matches none of sm90_r64_bf16_p16" in build("--arch", "sm_90a", "--select", "nothing*")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").touch()
     assert "is not empty and not a bundle" in build("--arch", "sm_90a")

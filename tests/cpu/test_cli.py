@@ -72,8 +72,8 @@ def test_aot_list_prints_the_shipped_kernels(tmp_path: Path) -> None:
     for options, kinds in (
         (("--kv-dtype", "e4m3"), {"kv_dtype": ("e4m3",)}),
         (
-            ("--q-dtype", "bf16", "--q-dtype", "e4m3", "--out-dtype", "fp16"),
-            {"q_dtype": ("bf16", "e4m3"), "out_dtype": ("fp16",)},
+            ("--q-dtype", "bf16", "--q-dtype", "e4m3", "--kv-dtype", "e4m3"),
+            {"q_dtype": ("bf16", "e4m3"), "kv_dtype": ("e4m3",)},
         ),
         (("--q-dtype", "fp16", "--kv-dtype", "e4m3"), {"q_dtype": ("fp16",), "kv_dtype": ("e4m3",)}),
     ):

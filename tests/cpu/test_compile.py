@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
 from collections.abc import Callable
@@ -32,7 +31,7 @@ def launch_values(host_code: str, member: str) -> list[int]:
     return values
 
 
-@pytest.mark.parametrize("config", importlib.import_module("emulator.build").tested(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", dispatch.shipped(), ids=lambda config: config.name)
 def test_no_spills_no_serialization_and_within_limits(
     config: dispatch.KernelConfig, compiled: Callable[[dispatch.KernelConfig], Any]
 ) -> None:

@@ -62,7 +62,7 @@ def test_every_kernel_is_well_named_and_has_its_files() -> None:
 def test_the_smallest_hopper_kernel_that_holds_a_request(heads: int, tokens: int, rows: int) -> None:
     for packed in (False, True):
         problem = dataclasses.replace(PROBLEM, num_heads=heads, max_seq_len_q=tokens, packed=packed)
-        assert dispatch.select(problem, HOPPER) == DecodeConfig("bf16", "bf16", "bf16", 64, rows)
+        assert dispatch.select(problem, HOPPER) == DecodeConfig("bf16", "bf16", 64, rows)
 
 
 @pytest.mark.parametrize("q_dtype", ["bf16", "fp16", "e4m3"])
@@ -73,14 +73,14 @@ def test_hopper_kernels_of_an_fp8_cache(q_dtype: str, heads: int, rows: int) -> 
             PROBLEM, num_heads=heads, page_size=page_size, q_dtype=q_dtype, kv_dtype="e4m3", out_dtype="fp16"
         )
         config = dispatch.select(problem, HOPPER)
-        assert config == DecodeConfig(q_dtype, "e4m3", "fp16", page_rows, rows)
+        assert config == DecodeConfig(q_dtype, "e4m3", page_rows, rows)
         inputs = "e4m3" if q_dtype == "e4m3" else f"{q_dtype}_e4m3"
-        assert config.name == f"sm90_r{rows}_{inputs}_fp16_p{page_rows}"
+        assert config.name == f"sm90_r{rows}_{inputs}_p{page_rows}"
 
 
 @pytest.mark.parametrize("rows", [*FEW_ROWS, 64])
 def test_hopper_resources(rows: int) -> None:
-    config = DecodeConfig("bf16", "bf16", "bf16", 64, rows)
+    config = DecodeConfig("bf16", "bf16", 64, rows)
     assert config.smem_bytes + 6144 <= SMEM_LIMIT
     math_threads = 32 * config.math_warps
     registers = (config.threads - math_threads) * config.producer_regs + math_threads * config.consumer_regs
@@ -89,7 +89,7 @@ def test_hopper_resources(rows: int) -> None:
 
 def test_hopper_rows_are_a_wgmma_side() -> None:
     with pytest.raises(ValueError, match="rows must be"):
-        DecodeConfig("bf16", "bf16", "bf16", 64, 40)
+        DecodeConfig("bf16", "bf16", 64, 40)
 
 
 def test_a_refusal_names_every_kernel_and_reason() -> None:

@@ -19,7 +19,6 @@ class ToyConfig:
     arch: ClassVar[str] = "sm_90a"
     q_dtype: ClassVar[str] = "bf16"
     kv_dtype: ClassVar[str] = "bf16"
-    out_dtype: ClassVar[str] = "bf16"
     head_dim: ClassVar[int] = 576
     latent: ClassVar[int] = 512
     rows: ClassVar[int] = 64

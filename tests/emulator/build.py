@@ -19,7 +19,7 @@ from typing import Any
 import filelock
 
 from mla_cute import cache
-from mla_cute.dispatch import KernelConfig, shipped
+from mla_cute.dispatch import KernelConfig
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[1] / ".pytest_cache" / "emulator"  # what is built stays between runs
@@ -32,15 +32,6 @@ kernel = compile.compile_kernel(config, remarks=True)
 kernel.export_to_c(sys.argv[2], function_name=config.name)
 print(json.dumps(str(kernel.ir_module)))
 """
-
-
-def tested() -> tuple[KernelConfig, ...]:
-    """The kernels that the tests compile: of the two output types, which the stores alone know, one for each number of
-    rows, pair of inputs and page size; with ALL_KERNELS=1, all that are shipped.
-    """
-    if os.environ.get("ALL_KERNELS"):
-        return shipped()
-    return tuple(config for config in shipped() if config.name.endswith(("_fp16_p16", "_bf16_p32", "_bf16_p64")))
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def line(name: str, ours: Result, theirs: Result, reference: bool) -> tuple[str,
     same = out.dtype == other_out.dtype and torch.equal(out.view(torch.int16), other_out.view(torch.int16))
     gap = out.double() - other_out.double()
     total, worst = float(gap.norm() / other_out.double().norm().clamp(min=1e-30)), float(gap.abs().max())
-    good = total <= max(DTYPES[config.kv_dtype].tolerance, DTYPES[config.out_dtype].tolerance)
+    good = total <= max(DTYPES[config.kv_dtype].tolerance, DTYPES[problem.out_dtype].tolerance)
     if problem.kind in EXACT and not reference:
         good = same
     text = f"{name:42s} out {'same bits' if same else f'L2 {total:.1e}, at most {worst:.1e}':28s}"

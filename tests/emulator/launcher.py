@@ -18,7 +18,7 @@ from torch import Tensor
 from mla_cute import dispatch, launch
 from mla_cute.launch import Prepared
 from mla_cute.plan import make_plan
-from mla_cute.problem import MLAProblem
+from mla_cute.problem import KV_LORA_RANK, MLAProblem
 
 from .build import Compiled, compiled
 from .machine import Launch, Module, Region
@@ -109,8 +109,12 @@ def regions(arguments: dict[str, Any]) -> list[Region]:
     for begin, size, name in sorted(tensors, key=lambda one: (one[2] in INPUTS, -one[1])):
         if size and not any(r.begin < begin + size and begin < r.begin + r.bytes for r in out):
             out.append(Region(begin, size, name not in INPUTS, name))
-    scalars = {name: value for name, value in arguments.items() if name.endswith("_address") and value}
-    return out + [Region(value, 4, False, name) for name, value in scalars.items()]
+    rows = arguments["packed_query" if arguments["seq_len_q"] == 0 else "query"].shape[:-1].numel()
+    sizes = {"out_address": 2 * KV_LORA_RANK * rows, "lse_address": 4 * rows}
+    for name, value in arguments.items():
+        if name.endswith("_address") and value:
+            out.append(Region(value, sizes.get(name, 4), name in sizes, name))
+    return out
 
 
 @dataclass

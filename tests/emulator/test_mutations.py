@@ -17,7 +17,7 @@ from .machine import Fault
 
 SEEDS = 3
 WRONG = "wrong result"  # no checker's word: the comparison with the reference
-KERNEL, FEW = "sm90_r64_bf16_bf16_p64", "sm90_r8_bf16_bf16_p64"
+KERNEL, FEW = "sm90_r64_bf16_p64", "sm90_r8_bf16_p64"
 
 Mutation = Callable[[str], str]
 
